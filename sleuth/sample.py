@@ -25,7 +25,7 @@ class SampleStatus(StrEnum):
     ABORTED = "aborted"
     """The engine gave up on it; it is not trained on."""
     FAILED = "failed"
-    """The environment (search, reward) failed; it is not trained on but replaced."""
+    """The environment (a search) failed; it is not trained on but replaced."""
 
 
 class StopReason(StrEnum):
@@ -45,8 +45,6 @@ class StopReason(StrEnum):
     """The model made more than `max_invalid_actions` invalid actions."""
     SEARCH_FAILED = "search_failed"
     """A search failed after its retries."""
-    REWARD_FAILED = "reward_failed"
-    """The reward hook raised an error."""
     ENGINE_ABORT = "engine_abort"
     """The engine aborted the request."""
 

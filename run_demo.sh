@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# Teaches a small model to search, on this machine's CPU, and shows that it learned.
+#
+#   bash run_demo.sh                      # everything, about ten minutes after the set-up
+#   bash run_demo.sh --steps 3 --questions 16
+#
+# It starts what it needs (a retrieval server, Ray, one engine, the trainer) on free ports and stops
+# exactly that at the end. Results: runs/demo/<start time>/.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+STEPS=50
+SEED=1
+QUESTIONS=200
+RUN_DIR="runs/demo/$(date -u +%Y%m%d-%H%M%S)"
+
+usage() {
+    sed -n '2,8p' "$0" | sed 's/^# \{0,1\}//'
+    cat <<END
+  --steps N       GRPO steps [$STEPS]
+  --seed N        seed of data order, sampling and training [$SEED]
+  --questions N   held-out questions of each evaluation [$QUESTIONS]
+  --run-dir DIR   where results go [runs/demo/<start time>]
+  -- FLAGS        further flags for train.py
+END
+}
+
+while [[ $# -gt 0 ]]; do
+    case "$1" in
+    --steps | --seed | --questions | --run-dir)
+        [[ $# -ge 2 ]] || { echo "$1 needs a value" >&2; exit 2; }
+        case "$1" in
+        --steps) STEPS="$2" ;;
+        --seed) SEED="$2" ;;
+        --questions) QUESTIONS="$2" ;;
+        --run-dir) RUN_DIR="$2" ;;
+        esac
+        shift 2
+        ;;
+    -h | --help) usage; exit 0 ;;
+    --) shift; break ;;
+    *) echo "unknown option: $1" >&2; usage >&2; exit 2 ;;
+    esac
+done
+for number in "$STEPS" "$SEED" "$QUESTIONS"; do
+    [[ "$number" =~ ^[0-9]+$ ]] || { echo "expected a whole number, found '$number'" >&2; exit 2; }
+done
+
+bash scripts/setup_cpu.sh
+PYTHON=.venv/bin/python
+MODEL=data/demo/model
+mkdir -p "$RUN_DIR"
+
+retriever_pid=""
+stop_retriever() {
+    if [[ -n "$retriever_pid" ]]; then
+        kill "$retriever_pid" 2>/dev/null || true
+        wait "$retriever_pid" 2>/dev/null || true
+        retriever_pid=""
+    fi
+}
+trap stop_retriever EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+echo "== retrieval server (BM25 over the shipped corpus)"
+$PYTHON local_dense_retriever/retrieval_server.py --corpus_path data/demo/corpus.jsonl.gz --retriever_name bm25 \
+    --port 0 --url_file "$RUN_DIR/retriever.url" >"$RUN_DIR/retriever.log" 2>&1 &
+retriever_pid=$!
+
+echo "== HF checkpoint -> torch_dist"
+$PYTHON tools/convert_hf_to_torch_dist.py --hf-checkpoint "$MODEL" --save "$RUN_DIR/ref"
+
+for _ in $(seq 300); do
+    [[ -s "$RUN_DIR/retriever.url" ]] && break
+    kill -0 "$retriever_pid" 2>/dev/null || { cat "$RUN_DIR/retriever.log" >&2; echo "the retrieval server did not start" >&2; exit 1; }
+    sleep 0.2
+done
+[[ -s "$RUN_DIR/retriever.url" ]] || { echo "the retrieval server was not ready within a minute: $RUN_DIR/retriever.log" >&2; exit 1; }
+
+cat >"$RUN_DIR/search.yaml" <<END
+search_r1:
+  search_backend: local
+  local: {search_url: "$(cat "$RUN_DIR/retriever.url")"}
+  topk: 1
+  max_turns: 2
+  max_observation_tokens: 48
+END
+
+echo "== $STEPS steps of GRPO: Ray, one SGLang engine and the Megatron trainer on this CPU"
+$PYTHON train.py \
+    --hf-checkpoint "$MODEL" --ref-load "$RUN_DIR/ref" --save "$RUN_DIR/checkpoints" --save-interval 25 --save-keep 2 \
+    --prompt-data data/demo/train.parquet --input-key prompt --label-key reward_model --apply-chat-template \
+    --rollout-shuffle --num-rollout "$STEPS" --rollout-batch-size 8 --n-samples-per-prompt 8 --global-batch-size 64 \
+    --rollout-max-response-len 48 --rollout-max-context-len 512 --rollout-temperature 1 \
+    --eval-interval 10 --eval-prompt-data demo "data/demo/test.parquet@[0:$QUESTIONS]" \
+    --eval-temperature 0 1 \
+    --colocate --actor-num-nodes 1 --actor-num-gpus-per-node 1 --rollout-num-gpus 1 --rollout-num-gpus-per-engine 1 \
+    --use-dynamic-batch-size --max-tokens-per-gpu 2048 --balance-data \
+    --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl \
+    --eps-clip 0.2 --eps-clip-high 0.28 --entropy-coef 0 \
+    --optimizer adam --lr 5e-4 --lr-decay-style constant --weight-decay 0.01 --adam-beta1 0.9 --adam-beta2 0.98 \
+    --clip-grad 1.0 --max-logprob-diff 1e-4 \
+    --custom-generate-function-path generate_with_search.generate \
+    --custom-rm-path generate_with_search.reward_func \
+    --custom-config-path "$RUN_DIR/search.yaml" \
+    --use-tensorboard --run-dir "$RUN_DIR" --seed "$SEED" "$@"
+
+echo "== torch_dist -> HF"
+$PYTHON tools/convert_torch_dist_to_hf.py --load "$RUN_DIR/checkpoints" --hf-checkpoint "$MODEL" --save "$RUN_DIR/hf"
+
+$PYTHON tools/demo_report.py --run-dir "$RUN_DIR"

@@ -1,0 +1,117 @@
+"""Ray session and placement: which devices the trainer's ranks and the engines get.
+
+A device is a GPU where the cluster has any, else a slot on the CPU: the same plan either way.
+Colocated, trainer and engines share the first devices; otherwise the engines come after.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from sleuth.arguments import Args
+
+PLACEMENT_TIMEOUT_SECONDS = 120.0
+SHARE = 0.4
+"""Part of a device that each colocated actor claims in Ray's books; two fit, three do not."""
+
+
+@contextmanager
+def ray_session(args: Args) -> Iterator[None]:
+    """Connect to the cluster named by `--ray-address` or RAY_ADDRESS, or start one on this machine."""
+    address = args.ray_address or os.environ.get("RAY_ADDRESS")
+    if address:
+        ray.init(address=address, log_to_driver=True)
+    else:
+        # Slots, not cores: a laptop may hold more ranks than cores, and they take turns.
+        slots = max(os.cpu_count() or 1, sum(device_counts(args))) + 1
+        ray.init(address="local", num_cpus=slots, include_dashboard=False, log_to_driver=True, configure_logging=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def device_counts(args: Args) -> tuple[int, int]:
+    """How many devices the trainer and the engines use."""
+    trainer = args.actor_num_nodes * args.actor_num_gpus_per_node
+    return trainer, args.rollout_num_gpus or trainer
+
+
+def cluster_has_gpus() -> bool:
+    return ray.cluster_resources().get("GPU", 0) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One bundle of the placement group, and the GPU behind it (None on a CPU)."""
+
+    bundle: int
+    node_ip: str
+    gpu_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The devices of a run. `trainer[rank]` and `engines[i]` may be the same device."""
+
+    group: PlacementGroup
+    trainer: list[Device]
+    engines: list[Device]
+
+    def options(self, device: Device, env: dict[str, str] | None = None) -> dict[str, Any]:
+        """Ray options that put an actor on `device`, beside another one."""
+        on_gpu = device.gpu_id is not None
+        variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if on_gpu else {}
+        return {
+            "num_cpus": SHARE,
+            "num_gpus": SHARE if on_gpu else 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, device.bundle),
+            "runtime_env": {"env_vars": variables | (env or {})},
+        }
+
+    def remove(self) -> None:
+        remove_placement_group(self.group)
+
+
+def place(args: Args) -> Placement:
+    """Reserve the devices. Raises RuntimeError when the cluster does not have them."""
+    trainer, engines = device_counts(args)
+    count = max(trainer, engines) if args.colocate else trainer + engines
+    on_gpu = cluster_has_gpus()
+    bundle: dict[str, float] = {"CPU": 1, "GPU": 1} if on_gpu else {"CPU": 1}
+    group = placement_group([bundle] * count, strategy="PACK")
+    try:
+        ray.get(group.ready(), timeout=PLACEMENT_TIMEOUT_SECONDS)
+    except ray.exceptions.GetTimeoutError:
+        remove_placement_group(group)
+        raise RuntimeError(
+            f"expected {count} free {'GPUs' if on_gpu else 'CPU slots'} within {PLACEMENT_TIMEOUT_SECONDS:.0f} s "
+            f"({trainer} for the trainer, {engines} for the engines, colocate={args.colocate}); "
+            f"the cluster has {ray.available_resources()}. Lower --actor-num-gpus-per-node or --rollout-num-gpus, "
+            "or add nodes"
+        ) from None
+    devices = _devices(group, count, on_gpu)
+    return Placement(group, devices[:trainer], devices[:engines] if args.colocate else devices[trainer:])
+
+
+def _devices(group: PlacementGroup, count: int, on_gpu: bool) -> list[Device]:
+    """The bundles ordered by node and GPU, so that neighbouring ranks share a node."""
+
+    @ray.remote(num_cpus=0.01, num_gpus=0.01 if on_gpu else 0)
+    def where() -> tuple[str, int | None]:
+        ids = ray.get_gpu_ids()
+        return ray.util.get_node_ip_address(), int(ids[0]) if ids else None
+
+    found = ray.get(
+        [where.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, i)).remote() for i in range(count)]
+    )
+    devices = [Device(i, ip, gpu) for i, (ip, gpu) in enumerate(found)]
+    return sorted(devices, key=lambda d: (tuple(map(int, d.node_ip.split("."))), d.gpu_id or 0, d.bundle))

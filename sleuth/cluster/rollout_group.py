@@ -1,0 +1,134 @@
+"""The engines and the rollout manager as Ray actors, spoken to as one."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from sleuth.arguments import Args
+from sleuth.cluster.logs import configure_logging
+from sleuth.cluster.placement import Placement
+from sleuth.cluster.train_group import TrainGroup
+from sleuth.engine.actor import EngineActor
+from sleuth.rollout.manager import RolloutManager, StepData, SupervisedManager
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_SECONDS = 30.0
+
+
+class RolloutActor(RolloutManager):
+    """The rollout manager in a process of its own."""
+
+    def __init__(self, args: Args, run_dir: Path, engine_urls: list[str], state: dict[str, Any]) -> None:
+        configure_logging(run_dir, "rollout")
+        super().__init__(args, run_dir, engine_urls, state)
+
+
+class SyncError(RuntimeError):
+    """The engines do not compute what the trainer computes."""
+
+
+class RolloutGroup:
+    """Engines and manager of a run that generates its data."""
+
+    def __init__(self, args: Args, run_dir: Path, placement: Placement) -> None:
+        self.args, self.run_dir = args, run_dir
+        per_engine = args.rollout_num_gpus_per_engine
+        remote = ray.remote(EngineActor)
+        firsts = placement.engines[::per_engine]
+        self._engines = [
+            remote.options(**placement.options(device)).remote(args, run_dir, index, device.gpu_id)
+            for index, device in enumerate(firsts)
+        ]
+        self._on_gpu = firsts[0].gpu_id is not None
+        self._starting = [engine.start.remote() for engine in self._engines]
+
+    def wait_until_ready(self, state: dict[str, Any]) -> None:
+        """Wait for the engines, then start the manager with the state of the checkpoint."""
+        self.urls: list[str] = ray.get(self._starting)
+        manager = ray.remote(RolloutActor).options(num_cpus=0)
+        self._manager = manager.remote(self.args, self.run_dir, self.urls, state)
+        self._probe_ids: list[int] = ray.get(self._manager.probe_ids.remote())
+
+    def generate(self, step: int) -> StepData:
+        return ray.get(self._manager.generate.remote(step))
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        return ray.get(self._manager.evaluate.remote(step))
+
+    def sync_weights(self, trainer: TrainGroup, version: int) -> dict[str, float]:
+        """Send the trainer's weights to every engine, then check that both compute the same.
+
+        Returns the largest difference of log-probabilities over a fixed probe, in nats. Raises
+        SyncError when it exceeds `--max-logprob-diff`.
+        """
+        trainer.push_weights(self.urls, str(version))
+        temperature = self.args.rollout_temperature
+        expected = trainer.log_probs(self._probe_ids, temperature)
+        difference = max(
+            abs(found - wanted)
+            for log_probs in ray.get(self._manager.probe_engines.remote())
+            for found, wanted in zip(log_probs, expected, strict=True)
+        )
+        limit = self.args.max_logprob_diff
+        if limit is not None and not difference <= limit:  # also true for NaN
+            raise SyncError(
+                f"after weight update {version} an engine's log-probabilities differ from the trainer's by "
+                f"{difference:.2e} nats; expected at most --max-logprob-diff {limit:.2e}. "
+                "The engine holds other weights, or computes in another precision (--sglang-dtype)"
+            )
+        return {"train/rollout_logprob_abs_diff": difference}
+
+    def release_memory(self) -> None:
+        """Give the devices to the trainer (colocated on GPUs; on a CPU memory is not scarce)."""
+        if self.args.colocate and self._on_gpu:
+            ray.get([engine.release_memory.remote() for engine in self._engines])
+
+    def resume_memory(self) -> None:
+        if self.args.colocate and self._on_gpu:
+            ray.get([engine.resume_memory.remote() for engine in self._engines])
+
+    def state_dict(self) -> dict[str, Any]:
+        return ray.get(self._manager.state_dict.remote())
+
+    def close(self) -> None:
+        """Stop the engines; what does not stop in time dies with its actor."""
+        try:
+            ray.get([engine.stop.remote() for engine in self._engines], timeout=STOP_TIMEOUT_SECONDS)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("an engine did not stop by itself: %s", error)
+
+
+class SupervisedGroup:
+    """The same interface for supervised training: data come from a file, there is no engine."""
+
+    def __init__(self, args: Args) -> None:
+        self.args = args
+
+    def wait_until_ready(self, state: dict[str, Any]) -> None:
+        self._manager = SupervisedManager(self.args, state)
+
+    def generate(self, step: int) -> StepData:
+        return self._manager.generate(step)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        return {}
+
+    def sync_weights(self, trainer: TrainGroup, version: int) -> dict[str, float]:
+        return {}
+
+    def release_memory(self) -> None:
+        """There is no engine."""
+
+    def resume_memory(self) -> None:
+        """There is no engine."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._manager.state_dict()
+
+    def close(self) -> None:
+        """There is no engine."""

@@ -1,0 +1,38 @@
+"""Start and stop everything a run needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sleuth.arguments import Args
+from sleuth.cluster.placement import place, ray_session
+from sleuth.cluster.rollout_group import RolloutGroup, SupervisedGroup
+from sleuth.cluster.train_group import TrainGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A started run: its two sides, and how many steps a checkpoint already holds."""
+
+    trainer: TrainGroup
+    rollout: RolloutGroup | SupervisedGroup
+    steps_done: int
+
+
+@contextmanager
+def start_run(args: Args, run_dir: Path) -> Iterator[Run]:
+    """Start trainer and engines side by side; stop them, and only them, at the end."""
+    with ray_session(args):
+        placement = place(args)
+        rollout = SupervisedGroup(args) if args.loss_type == "sft" else RolloutGroup(args, run_dir, placement)
+        try:
+            trainer = TrainGroup(args, run_dir, placement)
+            steps_done, state = trainer.wait_until_ready()
+            rollout.wait_until_ready(state)
+            yield Run(trainer, rollout, steps_done)
+        finally:
+            rollout.close()
+            placement.remove()

@@ -1,0 +1,92 @@
+"""The trainer's ranks as Ray actors, spoken to as one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from sleuth.algo.batch import OptimizerStepBatch
+from sleuth.arguments import Args
+from sleuth.cluster.logs import configure_logging
+from sleuth.cluster.placement import Placement
+
+
+class TrainActor:
+    """One rank of the Megatron trainer."""
+
+    def __init__(self, args: Args, run_dir: Path, rank: int, world_size: int, gpu_id: int | None) -> None:
+        configure_logging(run_dir, f"trainer_{rank}")
+        self.args, self.rank = args, rank
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(gpu_id or 0))
+
+    def rendezvous(self) -> tuple[str, int]:
+        """This node's address and a free port, for the process group to meet at."""
+        with socket.socket() as sock:
+            sock.bind(("", 0))
+            return ray.util.get_node_ip_address(), sock.getsockname()[1]
+
+    def start(self, address: str, port: int) -> tuple[int, dict[str, Any]]:
+        """Build or load model and optimizer; return the steps done so far and the rollout's state."""
+        os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+        from sleuth.megatron.trainer import Trainer  # needs RANK and the like in the environment
+
+        self.trainer = Trainer(self.args)
+        return self.trainer.next_step, self.trainer.rollout_state
+
+    def train(self, shards: Sequence[ray.ObjectRef[list[OptimizerStepBatch]]]) -> dict[str, float]:
+        return self.trainer.train(ray.get(shards[self.trainer.data_parallel_rank]))
+
+    def log_probs(self, token_ids: list[int], temperature: float) -> list[float]:
+        return self.trainer.log_probs(token_ids, temperature)
+
+    def push_weights(self, engine_urls: list[str], version: str) -> None:
+        """Gather the weights (all ranks) and send them to every engine (rank 0)."""
+        from sleuth.weight_sync.tensor import push_weights
+
+        weights = self.trainer.hf_weights()
+        if self.rank == 0:
+            push_weights(engine_urls, weights, version)
+        for _ in weights:  # the gathers are collective: every rank takes part to the end
+            pass
+
+    def save(self, step: int, rollout_state: dict[str, Any]) -> None:
+        self.trainer.save(step, rollout_state)
+
+
+class TrainGroup:
+    """All ranks of the trainer."""
+
+    def __init__(self, args: Args, run_dir: Path, placement: Placement) -> None:
+        self.args = args
+        remote = ray.remote(TrainActor)
+        env = {"TORCHDYNAMO_DISABLE": "1"} if placement.trainer[0].gpu_id is None else {}
+        world_size = len(placement.trainer)
+        self._actors = [
+            remote.options(**placement.options(device, env)).remote(args, run_dir, rank, world_size, device.gpu_id)
+            for rank, device in enumerate(placement.trainer)
+        ]
+        address, port = ray.get(self._actors[0].rendezvous.remote())
+        self._start = [actor.start.remote(address, port) for actor in self._actors]
+
+    def wait_until_ready(self) -> tuple[int, dict[str, Any]]:
+        """Steps done so far (0 in a new run) and the rollout state of the checkpoint ({} in a new run)."""
+        return ray.get(self._start)[0]
+
+    def train(self, shards: list[list[OptimizerStepBatch]]) -> dict[str, float]:
+        """Train on one step's data, `shards[data-parallel rank]`; metrics are equal on all ranks."""
+        refs = [ray.put(shard) for shard in shards]
+        return ray.get([actor.train.remote(refs) for actor in self._actors])[0]
+
+    def push_weights(self, engine_urls: list[str], version: str) -> None:
+        ray.get([actor.push_weights.remote(engine_urls, version) for actor in self._actors])
+
+    def log_probs(self, token_ids: list[int], temperature: float) -> list[float]:
+        return ray.get([actor.log_probs.remote(token_ids, temperature) for actor in self._actors])[0]
+
+    def save(self, step: int, rollout_state: dict[str, Any]) -> None:
+        ray.get([actor.save.remote(step, rollout_state) for actor in self._actors])

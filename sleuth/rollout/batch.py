@@ -1,0 +1,63 @@
+"""From scored groups to what the trainer's ranks get: advantages, optimizer steps, micro-batches."""
+
+from __future__ import annotations
+
+import torch
+
+from sleuth.algo.advantages import group_advantages
+from sleuth.algo.batch import OptimizerStepBatch, split_optimizer_steps
+from sleuth.algo.packing import plan_micro_batches
+from sleuth.arguments import Args
+from sleuth.sample import Sample, TrainSample
+
+
+def train_samples(args: Args, groups: list[list[Sample]]) -> list[TrainSample]:
+    """Every sample of every group with its group-normalised advantage on each response token."""
+    rewards = torch.tensor([[sample.reward for sample in group] for group in groups], dtype=torch.float64)
+    advantages = group_advantages(rewards, normalize_std=not args.disable_grpo_std_normalization)
+    return [
+        _train_sample(sample, advantage)
+        for group, row in zip(groups, advantages.tolist(), strict=True)
+        for sample, advantage in zip(group, row, strict=True)
+    ]
+
+
+def _train_sample(sample: Sample, advantage: float) -> TrainSample:
+    trace = sample.trace
+    return TrainSample(
+        token_ids=trace.token_ids,
+        prompt_length=len(trace.prompt_ids),
+        loss_mask=[float(m) for m in trace.loss_mask],
+        rollout_log_probs=list(trace.log_probs),
+        advantages=[advantage] * len(trace.response_ids),
+    )
+
+
+def data_parallel_size(args: Args) -> int:
+    """How many model replicas train on different samples."""
+    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    return ranks // model
+
+
+def shard_batch(args: Args, samples: list[TrainSample]) -> list[list[OptimizerStepBatch]]:
+    """What each data-parallel rank trains on: `[rank][optimizer step]`.
+
+    Samples are cut into optimizer steps of `--global-batch-size`, each step into micro-batches of at
+    most `--max-tokens-per-gpu` (times the context-parallel size) or of `--micro-batch-size` samples.
+    """
+    ranks = data_parallel_size(args)
+    shards: list[list[OptimizerStepBatch]] = [[] for _ in range(ranks)]
+    for step in split_optimizer_steps(samples, args.global_batch_size):
+        plan = plan_micro_batches(
+            [len(sample.token_ids) for sample in step],
+            num_ranks=ranks,
+            max_tokens=args.max_tokens_per_gpu * args.context_parallel_size if args.use_dynamic_batch_size else None,
+            micro_batch_size=None if args.use_dynamic_batch_size else args.micro_batch_size,
+            balance=args.balance_data,
+        )
+        num_tokens = sum(sum(sample.loss_mask) for sample in step)
+        for shard, micro_batches in zip(shards, plan, strict=True):
+            picked = [[step[i] for i in micro_batch] for micro_batch in micro_batches]
+            shard.append(OptimizerStepBatch(picked, num_samples=len(step), num_tokens=num_tokens))
+    return shards

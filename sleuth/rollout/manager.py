@@ -1,0 +1,141 @@
+"""The rollout side of a run: prompt data, hooks and engines on one end, training batches on the other.
+
+`RolloutManager` drives real engines; `SupervisedManager` reads finished trajectories and needs none.
+Both are plain classes; `sleuth.cluster` makes Ray actors of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+from sleuth.algo.batch import OptimizerStepBatch
+from sleuth.arguments import Args, check_tokenizer
+from sleuth.data import PromptStream, load_rows, load_sft_rows
+from sleuth.hooks import load_hook
+from sleuth.metrics.rollout import evaluation_metrics, rollout_metrics
+from sleuth.metrics.trajectories import write_trajectories
+from sleuth.rollout import single_turn
+from sleuth.rollout.batch import shard_batch, train_samples
+from sleuth.rollout.context import RolloutContext, use_rollout_context
+from sleuth.rollout.engine_client import EngineClient
+from sleuth.rollout.loop import GenerationLoop, Hooks
+
+PROBE_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class StepData:
+    """One step's data: `shards[data-parallel rank][optimizer step]`, and its metrics."""
+
+    shards: list[list[OptimizerStepBatch]]
+    metrics: dict[str, float]
+
+
+class RolloutManager:
+    """Generates, scores and packs the samples of a step; evaluates; probes the engines."""
+
+    def __init__(self, args: Args, run_dir: Path, engine_urls: list[str], state: dict[str, Any]) -> None:
+        self.args, self.run_dir = args, run_dir
+        self.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
+        vocab_size = AutoConfig.from_pretrained(args.hf_checkpoint).vocab_size
+        check_tokenizer(self.tokenizer, vocab_size)
+        self.rows = load_rows(args.prompt_data, args, self.tokenizer)
+        self.stream = PromptStream(self.rows, seed=args.seed, shuffle=args.rollout_shuffle)
+        if state:
+            self.stream.load_state_dict(state["stream"])
+        self.eval_rows = {
+            name: load_rows(path, args, self.tokenizer, evaluation=True) for name, path in args.eval_datasets
+        }
+        self.engine = EngineClient(engine_urls, max_concurrency=args.rollout_max_concurrency, vocab_size=vocab_size)
+        self.loop = GenerationLoop(args, _load_hooks(args))
+        # One event loop for the whole run: the hooks' HTTP sessions live as long as it does.
+        self._runner = asyncio.Runner()
+
+    def generate(self, step: int) -> StepData:
+        """Roll out one step. Raises RolloutError when too many trajectories fail."""
+        start = time.perf_counter()
+        with use_rollout_context(RolloutContext(self.engine, self.tokenizer)):
+            rollout = self._runner.run(self.loop.rollout(self.stream.next_groups))
+        seconds = time.perf_counter() - start
+        samples = rollout.samples
+        metrics = rollout_metrics(samples)
+        metrics["rollout/failed_samples"] = float(rollout.failed_samples)
+        metrics["rollout/filtered_groups"] = float(rollout.filtered_groups)
+        metrics["time/rollout"] = seconds
+        metrics["perf/rollout_tokens_per_second"] = sum(sum(s.trace.loss_mask) for s in samples) / seconds
+        self._write_trajectories(f"step_{step:07d}", samples)
+        return StepData(shard_batch(self.args, train_samples(self.args, rollout.groups)), metrics)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate every data set of `--eval-prompt-data` at every `--eval-temperature`."""
+        metrics: dict[str, float] = {}
+        start = time.perf_counter()
+        for name, rows in self.eval_rows.items():
+            for temperature in self.args.eval_temperature:
+                label = f"{name}/{'greedy' if temperature == 0 else f't{temperature:.1f}'}"
+                with use_rollout_context(RolloutContext(self.engine, self.tokenizer)):
+                    samples = self._runner.run(self.loop.evaluate(rows, temperature))
+                metrics |= evaluation_metrics(samples, label)
+                self._write_trajectories(f"eval_{step:07d}_{label.replace('/', '_')}", samples)
+        metrics["time/evaluation"] = time.perf_counter() - start
+        return metrics
+
+    def probe_ids(self) -> list[int]:
+        """A fixed sequence on which engines and trainer must agree."""
+        return self.rows[0].prompt_ids[:PROBE_TOKENS]
+
+    def probe_engines(self) -> list[list[float]]:
+        """Each engine's log-probabilities of the probe's tokens after the first, in nats."""
+        return self._runner.run(self.engine.score_all(self.probe_ids(), self.args.rollout_temperature))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stream": self.stream.state_dict()}
+
+    def close(self) -> None:
+        self._runner.run(self.engine.close())
+        self._runner.close()
+
+    def _write_trajectories(self, name: str, samples: list[Any]) -> None:
+        if self.args.log_trajectories:
+            write_trajectories(
+                self.run_dir / "trajectories" / f"{name}.jsonl", samples, self.tokenizer, self.args.log_trajectories
+            )
+
+
+class SupervisedManager:
+    """Reads finished trajectories (`--loss-type sft`) in place of generating them."""
+
+    def __init__(self, args: Args, state: dict[str, Any]) -> None:
+        self.args = args
+        tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
+        check_tokenizer(tokenizer, AutoConfig.from_pretrained(args.hf_checkpoint).vocab_size)
+        self.stream = load_sft_rows(args.prompt_data, tokenizer, seed=args.seed, shuffle=args.rollout_shuffle)
+        if state:
+            self.stream.load_state_dict(state["stream"])
+
+    def generate(self, step: int) -> StepData:
+        start = time.perf_counter()
+        samples = self.stream.next_samples(self.args.rollout_batch_size)
+        tokens = sum(len(sample.token_ids) for sample in samples)
+        metrics = {"rollout/tokens": float(tokens), "time/rollout": time.perf_counter() - start}
+        return StepData(shard_batch(self.args, samples), metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stream": self.stream.state_dict()}
+
+
+def _load_hooks(args: Args) -> Hooks:
+    path = args.custom_generate_function_path
+    return Hooks(
+        generate=load_hook(path, "generate") if path else single_turn.generate,
+        reward=load_hook(args.custom_rm_path, "reward"),
+        keep_group=load_hook(args.dynamic_sampling_filter_path, "filter")
+        if args.dynamic_sampling_filter_path
+        else None,
+    )

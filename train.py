@@ -1,0 +1,66 @@
+"""Train a language model: rollout, train, sync, evaluate, save.
+
+python train.py --help
+bash run_demo.sh                the whole loop on a laptop
+bash run_qwen2.5_3B.sh          one node of 8 GPUs
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from sleuth.arguments import Args, check_files, parse_args
+from sleuth.cluster.logs import configure_logging
+from sleuth.cluster.run import Run, start_run
+from sleuth.metrics.tracker import Tracker
+
+
+def train(args: Args, run: Run, tracker: Tracker) -> None:
+    """The loop. Step numbers are 1-based; step 0 is the evaluation before training."""
+    trainer, rollout = run.trainer, run.rollout
+    sync = rollout.sync_weights(trainer, run.steps_done)
+    if run.steps_done == 0 and args.eval_before_train:
+        tracker.log(0, sync | rollout.evaluate(0))
+
+    for step in range(run.steps_done + 1, args.num_rollout + 1):
+        start = time.perf_counter()
+        data = rollout.generate(step)
+        metrics = data.metrics
+
+        rollout.release_memory()
+        metrics |= trainer.train(data.shards)
+        rollout.resume_memory()
+
+        metrics |= rollout.sync_weights(trainer, step)
+        metrics["time/step"] = time.perf_counter() - start
+        if is_due(step, args.eval_interval, args.num_rollout):
+            metrics |= rollout.evaluate(step)
+        if args.save and is_due(step, args.save_interval, args.num_rollout):
+            trainer.save(step, rollout.state_dict())
+        tracker.log(step, metrics)
+
+
+def is_due(step: int, interval: int | None, last: int) -> bool:
+    """Whether something that happens every `interval` steps, and after the last, happens now."""
+    return interval is not None and (step % interval == 0 or step == last)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    check_files(args)
+    run_dir = Path(args.run_dir or f"runs/{datetime.now(UTC):%Y%m%d-%H%M%S}").resolve()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    configure_logging(run_dir, "driver")
+    args.save_yaml(run_dir / "config.yaml")
+    with start_run(args, run_dir) as run, Tracker(args, run_dir, first_step=run.steps_done + 1) as tracker:
+        train(args, run, tracker)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the last checkpoint is whole; start again with --load to go on from it")
