@@ -1,0 +1,57 @@
+"""Advantages from the rewards of a step; one number a sample, the same for all of its trained tokens.
+
+Computed once for the whole step, before samples are spread over ranks, so that no layout can
+change them. Not for per-token credit: nothing here sees token log-probabilities.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+STD_EPSILON = 1e-6
+"""Added to a standard deviation before dividing by it."""
+
+
+def equal_groups(rewards: Tensor) -> Tensor:
+    """Which groups of `rewards` [G, n] have one reward throughout: bool [G]. They carry no signal."""
+    _check_rewards(rewards)
+    return rewards.amax(dim=1) == rewards.amin(dim=1)
+
+
+def count_equal_groups(rewards: Tensor) -> int:
+    """How many groups of `rewards` [G, n] have one reward throughout."""
+    return int(equal_groups(rewards).sum())
+
+
+def group_advantages(rewards: Tensor, *, normalize_std: bool) -> Tensor:
+    """Rewards [G, n] relative to their group: reward - mean, and over the standard deviation if asked.
+
+    A = (r - mean(r)) / (std(r) + 1e-6), with the unbiased deviation: GRPO (Shao et al. 2024,
+    arXiv 2402.03300); without the division: "Dr. GRPO" (Liu et al. 2025, arXiv 2503.20783).
+
+    Exactly 0 in groups whose rewards are all equal (also where their mean is rounded) and in groups
+    of one. Raises ValueError for another shape, an empty group or a reward that is not finite.
+    """
+    equal = equal_groups(rewards)
+    exact = rewards.double()
+    advantages = exact - exact.mean(dim=1, keepdim=True)
+    if normalize_std and rewards.shape[1] > 1:
+        advantages = advantages / (exact.std(dim=1, keepdim=True) + STD_EPSILON)
+    # The mean of equal floats may differ from them in the last bit; that is noise, not a signal.
+    return advantages.masked_fill(equal[:, None], 0.0).to(_float_type(rewards))
+
+
+def _check_rewards(rewards: Tensor) -> None:
+    if rewards.dim() != 2 or 0 in rewards.shape:
+        raise ValueError(f"expected rewards [groups, samples of a group], found the shape {list(rewards.shape)}")
+    if not bool(torch.isfinite(rewards).all()):
+        group, member = (~torch.isfinite(rewards)).nonzero()[0].tolist()
+        raise ValueError(
+            f"reward of sample {member} in group {group} is {float(rewards[group, member])}; expected a finite number. "
+            "Check the reward hook"
+        )
+
+
+def _float_type(rewards: Tensor) -> torch.dtype:
+    return rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()

@@ -1,0 +1,210 @@
+"""From samples to the tensors that one forward pass takes, and the weights that make the loss.
+
+    steps = plan_optimizer_steps(samples, global_batch_size=256, num_ranks=2, max_tokens=9216)   # steps[rank][step]
+    packed = pack(steps[0][0].micro_batches[0], pad_multiple=1)
+    weights = steps[0][0].token_weights(packed)
+    loss = weighted_sum(token_losses, weights)          # summed over micro-batches and ranks: the loss of the step
+
+Loss of a step = sum over its tokens of weight * token loss. The counts in the weights are those of the
+whole step, so the loss depends neither on micro-batches nor on data- or context-parallel layout. A caller whose
+framework averages over ranks multiplies by the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from sleuth.algo.context_parallel import padded_length
+from sleuth.algo.packing import plan_micro_batches
+from sleuth.algo.sequences import sample_mean_weights
+
+if TYPE_CHECKING:
+    from sleuth.sample import TrainSample
+
+T = TypeVar("T")
+
+PAD_ID = 0
+"""Token id at padding; any id of the vocabulary would do, since nothing attends to it and its weight is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Samples one after the other in one row of T tokens, each padded at its end.
+
+    Entry t of every tensor [T] concerns the prediction of `labels[t]`, the token after `input_ids[t]`, so the
+    last real token and the padding of a sample have no label: there `labels` is 0 and everything else but
+    `position_ids` and `sample_ids` is 0 too.
+
+    loss_mask: 0 or 1, or any weight >= 0 in supervised training. sample_mean_weights: the mask over its
+    sum in the sample. advantages and rollout_log_probs (nats) are 0 where a sample has none. sample_ids: the
+    sample's place in the row, also at its padding.
+
+    The lists have an entry a sample and describe the full row, also after `slice`: `lengths` with and
+    `total_lengths` without padding, `response_lengths` of the last tokens that carry a loss mask.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    sample_ids: Tensor
+    loss_mask: Tensor
+    sample_mean_weights: Tensor
+    advantages: Tensor
+    rollout_log_probs: Tensor
+    lengths: list[int]
+    total_lengths: list[int]
+    response_lengths: list[int]
+
+    def __len__(self) -> int:
+        """Tokens in the row, or in this rank's part of it."""
+        return len(self.input_ids)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """Where each padded sample starts in the full row, and where the last ends: int32 [samples + 1]."""
+        ends = torch.tensor([0, *self.lengths]).cumsum(0)
+        return ends.to(device=self.input_ids.device, dtype=torch.int32)
+
+    def slice(self, index: Tensor) -> PackedBatch:
+        """The part of a context-parallel rank; `index` [T / cp] comes from `zigzag_index(self.lengths, ...)`."""
+        index = index.to(self.input_ids.device)
+        return self._map(lambda tensor: tensor[index])
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def split_responses(self, values: Tensor) -> list[Tensor]:
+        """Cut values [T] of the full row into those of each sample's response tokens: a list of [R]."""
+        return [values[begin:end] for begin, end in self._responses()]
+
+    def join_responses(self, values: Sequence[Tensor]) -> Tensor:
+        """The reverse of `split_responses`: [T], 0 outside of responses."""
+        joined = values[0].new_zeros(sum(self.lengths))
+        for (begin, end), value in zip(self._responses(), values, strict=True):
+            joined[begin:end] = value
+        return joined
+
+    def _responses(self) -> list[tuple[int, int]]:
+        spans, offset = [], 0
+        for length, total, response in zip(self.lengths, self.total_lengths, self.response_lengths, strict=True):
+            end = offset + max(total - 1, 0)
+            spans.append((end - response, end))
+            offset += length
+        return spans
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> PackedBatch:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: dict[str, Any] = {name: function(value) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **changed)
+
+
+def pack(samples: Sequence[TrainSample], *, pad_multiple: int = 1) -> PackedBatch:
+    """Pack samples into one row, each padded to a multiple of `pad_multiple` tokens (see `context_parallel`).
+
+    No samples give a row of padding, one placeholder without weight, so that a rank with an
+    empty micro-batch still takes part in every collective.
+    """
+    total = [len(sample.token_ids) for sample in samples] or [0]
+    responses = [len(sample.loss_mask) for sample in samples] or [0]
+    lengths = [padded_length(length, pad_multiple) for length in total]
+    counts = torch.tensor(lengths)
+    sample_ids = torch.arange(len(lengths)).repeat_interleave(counts)
+    starts = (counts.cumsum(0) - counts).tolist()[: len(samples)]
+
+    def row(dtype: torch.dtype, values: Sequence[Sequence[float]], offsets: Sequence[int]) -> Tensor:
+        out = torch.zeros(sum(lengths), dtype=dtype)
+        for start, offset, entries in zip(starts, offsets, values, strict=True):
+            out[start + offset : start + offset + len(entries)] = torch.tensor(entries, dtype=dtype)
+        return out
+
+    ids = [sample.token_ids for sample in samples]
+    first, response = [0] * len(ids), [sample.prompt_length - 1 for sample in samples]
+    loss_mask = row(torch.float32, [sample.loss_mask for sample in samples], response)
+    return PackedBatch(
+        input_ids=row(torch.int64, ids, first),
+        labels=row(torch.int64, [entries[1:] for entries in ids], first),
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        sample_ids=sample_ids,
+        loss_mask=loss_mask,
+        sample_mean_weights=sample_mean_weights(loss_mask, sample_ids, len(lengths)),
+        advantages=row(torch.float32, [sample.advantages for sample in samples], response),
+        rollout_log_probs=row(torch.float32, [sample.rollout_log_probs for sample in samples], response),
+        lengths=lengths,
+        total_lengths=total,
+        response_lengths=responses,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStepBatch:
+    """One rank's share of one optimizer step, with the counts of the whole step over all ranks.
+
+    `num_samples` counts every sample, also one without a trained token; `num_tokens` is the sum of all loss masks.
+    """
+
+    micro_batches: list[list[TrainSample]]
+    num_samples: int
+    num_tokens: float
+
+    def token_weights(self, packed: PackedBatch, *, per_token: bool = False) -> Tensor:
+        """The weight [T] of each token's loss in the step's loss; 0 at padding and masked tokens.
+
+        The mean over samples of each one's mean over tokens, or, `per_token`, the mean over all tokens
+        of the step (as in DAPO, arXiv 2503.14476, and always in supervised training).
+        """
+        if per_token:
+            return packed.loss_mask / (self.num_tokens or 1.0)
+        return packed.sample_mean_weights / self.num_samples
+
+
+def split_optimizer_steps(samples: Sequence[T], global_batch_size: int) -> list[list[T]]:
+    """Cut a step's samples, in order, into optimizer steps of `global_batch_size` samples each.
+
+    Raises ValueError if they do not divide.
+    """
+    if global_batch_size < 1 or not samples or len(samples) % global_batch_size:
+        raise ValueError(
+            f"expected a number of samples that divides by --global-batch-size {global_batch_size}, found "
+            f"{len(samples)} samples; set --rollout-batch-size x --n-samples-per-prompt to a multiple of it"
+        )
+    return [list(samples[i : i + global_batch_size]) for i in range(0, len(samples), global_batch_size)]
+
+
+def plan_optimizer_steps(
+    samples: Sequence[TrainSample],
+    *,
+    global_batch_size: int,
+    num_ranks: int,
+    max_tokens: int | None = None,
+    micro_batch_size: int | None = None,
+    balance: bool = True,
+    pad_multiple: int = 1,
+) -> list[list[OptimizerStepBatch]]:
+    """Spread a step's samples over data-parallel ranks: `steps[rank][optimizer step]`.
+
+    `max_tokens` bounds a micro-batch with its padding, over all context-parallel ranks together (so it is
+    --max-tokens-per-gpu times the context-parallel size). See `plan_micro_batches` for the rest.
+    """
+    ranks: list[list[OptimizerStepBatch]] = [[] for _ in range(num_ranks)]
+    for step in split_optimizer_steps(samples, global_batch_size):
+        plan = plan_micro_batches(
+            [padded_length(len(sample.token_ids), pad_multiple) for sample in step],
+            num_ranks=num_ranks,
+            max_tokens=max_tokens,
+            micro_batch_size=micro_batch_size,
+            balance=balance,
+        )
+        num_tokens = float(sum(sum(sample.loss_mask) for sample in step))
+        for rank, batches in zip(ranks, plan, strict=True):
+            micro_batches = [[step[index] for index in batch] for batch in batches]
+            rank.append(OptimizerStepBatch(micro_batches, len(step), num_tokens))
+    return ranks
