@@ -1,0 +1,34 @@
+"""Every setting of a run: typed, grouped, documented, validated once. Nothing else parses arguments.
+
+    args = parse_args()                                 # command line > --custom-config-path > defaults
+    check_files(args)                                   # is everything there?
+    args = check_model(args, read_hf_config(args))      # do the flags fit the model?
+
+`python train.py --help` lists all flags with their defaults.
+"""
+
+from sleuth.arguments.args import Args
+from sleuth.arguments.files import check_files, read_hf_config, split_slice
+from sleuth.arguments.groups import CheckpointArgs, Group
+from sleuth.arguments.model_check import check_model, check_tokenizer, model_flags
+from sleuth.arguments.parser import ArgumentsError, build_parser, parse_args, parse_args_or_exit
+from sleuth.arguments.table import config_table
+from sleuth.arguments.train_groups import ModelArgs
+
+__all__ = [
+    "Args",
+    "ArgumentsError",
+    "CheckpointArgs",
+    "Group",
+    "ModelArgs",
+    "build_parser",
+    "check_files",
+    "check_model",
+    "check_tokenizer",
+    "config_table",
+    "model_flags",
+    "parse_args",
+    "parse_args_or_exit",
+    "read_hf_config",
+    "split_slice",
+]

@@ -1,0 +1,215 @@
+"""What must hold between settings. Each check yields sentences: expected, found, remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sleuth.arguments.args import Args
+
+SECRET_WORDS = ("api_key", "apikey", "secret", "password", "token")
+
+
+def find_problems(args: Args) -> list[str]:
+    """All contradictions of a configuration, readable without files, GPUs or the model."""
+    checks = (_unsupported, _layout, _placement, _batches, _recompute, _model_flags, _loss, _evaluation, _secrets)
+    return [problem for check in checks for problem in check(args)]
+
+
+def nearest_divisors(total: int, wanted: int, multiple_of: int = 1) -> list[int]:
+    """The divisors of `total` next below and above `wanted` that are multiples of `multiple_of`."""
+    divisors = [d for d in range(multiple_of, total + 1, multiple_of) if total % d == 0]
+    below = [d for d in divisors if d < wanted]
+    above = [d for d in divisors if d > wanted]
+    return below[-1:] + above[:1]
+
+
+def _unsupported(args: Args) -> Iterator[str]:
+    for name in ("num_experts", "moe_router_topk", "moe_ffn_hidden_size"):
+        if getattr(args, name) is not None:
+            yield f"{flag(name)}: mixtures of experts are not supported yet; leave it out and use a dense model"
+    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+        if getattr(args, name) != 1:
+            yield f"{flag(name)}: expected 1 (mixtures of experts are not supported yet), found {getattr(args, name)}"
+    for name in ("attention_dropout", "hidden_dropout"):
+        if getattr(args, name) != 0:
+            yield f"{flag(name)}: expected 0 (dropout makes log-probabilities random), found {getattr(args, name)}"
+    for name in ("accumulate_allreduce_grads_in_fp32", "attention_softmax_in_fp32"):
+        if not getattr(args, name):
+            yield f"--no-{flag(name)[2:]}: not supported, this is always done in fp32; leave the flag out"
+
+
+def _layout(args: Args) -> Iterator[str]:
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    context, world = args.context_parallel_size, args.actor_world_size
+    if world % (tensor * pipeline * context):
+        yield (
+            f"tensor x pipeline x context parallelism = {tensor} x {pipeline} x {context} = "
+            f"{tensor * pipeline * context} must divide the {world} training GPUs "
+            f"(--actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node {args.actor_num_gpus_per_node}); "
+            "change one of the sizes"
+        )
+    if args.sequence_parallel and tensor == 1:
+        yield (
+            "--sequence-parallel needs --tensor-model-parallel-size above 1, found 1; leave it out or raise the latter"
+        )
+
+
+def _placement(args: Args) -> Iterator[str]:
+    if args.loss_type == "sft":
+        return
+    if args.rollout_num_gpus is None:
+        yield (
+            "expected --colocate (engines share the training GPUs) or --rollout-num-gpus (engines have their own), "
+            "found neither; add one of them"
+        )
+    elif args.rollout_num_gpus % args.rollout_num_gpus_per_engine:
+        yield (
+            f"--rollout-num-gpus {args.rollout_num_gpus} must be a multiple of --rollout-num-gpus-per-engine "
+            f"{args.rollout_num_gpus_per_engine}; change one of them"
+        )
+
+
+def _batches(args: Args) -> Iterator[str]:
+    total, batch = args.samples_per_step, args.global_batch_size
+    ranks = max(1, args.data_parallel_size)
+    product = f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}"
+    if total % batch:
+        yield (
+            f"--global-batch-size {batch} must divide the {total} samples of a step ({product}); "
+            f"{_nearest(nearest_divisors(total, batch, ranks) or nearest_divisors(total, batch))}"
+        )
+    elif batch % ranks:
+        yield (
+            f"--global-batch-size {batch} must be a multiple of the data-parallel size {ranks} "
+            f"({args.actor_world_size} training GPUs over tensor x pipeline x context parallelism); "
+            f"{_nearest(nearest_divisors(total, batch, ranks))}"
+        )
+    elif not args.use_dynamic_batch_size and batch % (ranks * args.micro_batch_size):
+        yield (
+            f"--micro-batch-size {args.micro_batch_size} must divide the {batch // ranks} samples that a data-parallel "
+            f"rank has of an optimizer step (--global-batch-size {batch} over {ranks} ranks); "
+            f"{_nearest(nearest_divisors(batch // ranks, args.micro_batch_size))}"
+        )
+    if args.use_dynamic_batch_size and args.micro_batch_size != 1:
+        yield f"--micro-batch-size {args.micro_batch_size}: no effect with --use-dynamic-batch-size; drop one of them"
+    if (
+        not args.use_dynamic_batch_size
+        and args.max_tokens_per_gpu != type(args).model_fields["max_tokens_per_gpu"].default
+    ):
+        yield "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size; add the latter or drop the former"
+
+
+def _nearest(values: list[int]) -> str:
+    if not values:
+        return "no value fits: change --rollout-batch-size or --n-samples-per-prompt"
+    return f"the nearest valid values are {' and '.join(map(str, values))}"
+
+
+def _recompute(args: Args) -> Iterator[str]:
+    given = [name for name in ("recompute_method", "recompute_num_layers") if getattr(args, name) is not None]
+    if args.recompute_granularity == "full":
+        for name in ("recompute_method", "recompute_num_layers"):
+            if name not in given:
+                yield (
+                    f"--recompute-granularity full needs {flag(name)}; add --recompute-method uniform "
+                    "--recompute-num-layers 1"
+                )
+    elif given:
+        names = ", ".join(flag(name) for name in given)
+        yield f"{names}: only with --recompute-granularity full, found {args.recompute_granularity}; drop or change it"
+
+
+def _model_flags(args: Args) -> Iterator[str]:
+    yield from divisibility_problems(
+        args,
+        heads=args.num_attention_heads,
+        groups=args.num_query_groups,
+        layers=args.num_layers,
+        widths={"ffn_hidden_size": args.ffn_hidden_size},
+    )
+    if args.group_query_attention is False and args.num_query_groups not in (None, args.num_attention_heads):
+        yield "--num-query-groups needs --group-query-attention; add it or drop --no-group-query-attention"
+
+
+def divisibility_problems(
+    args: Args, *, heads: int | None, groups: int | None, layers: int | None, widths: Mapping[str, int | None]
+) -> Iterator[str]:
+    """Sizes of the model that the parallel layout must divide; None means not known yet."""
+    tensor, engine = args.tensor_model_parallel_size, args.rollout_num_gpus_per_engine
+    sizes = {"num_attention_heads": heads, "num_query_groups": groups, **widths}
+    for name, size in sizes.items():
+        if size is not None and size % tensor:
+            yield (
+                f"--tensor-model-parallel-size {tensor} must divide {flag(name)} {size}; "
+                f"{_nearest(nearest_divisors(size, tensor))}"
+            )
+    if layers is not None and layers % args.pipeline_model_parallel_size:
+        yield (
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} must divide --num-layers {layers}; "
+            f"{_nearest(nearest_divisors(layers, args.pipeline_model_parallel_size))}"
+        )
+    if heads is not None and heads % engine:
+        yield (
+            f"--rollout-num-gpus-per-engine {engine} must divide --num-attention-heads {heads}; "
+            f"{_nearest(nearest_divisors(heads, engine))}"
+        )
+
+
+def _loss(args: Args) -> Iterator[str]:
+    if args.use_kl_loss and args.ref_load is None:
+        yield (
+            "--use-kl-loss needs the frozen reference, found no --ref-load; convert the model with "
+            "tools/convert_hf_to_torch_dist.py and pass its folder as --ref-load, or drop --use-kl-loss"
+        )
+    if args.custom_tis_function_path and not (args.use_tis or args.custom_config.get("use_rs")):
+        yield (
+            "--custom-tis-function-path has no effect without --use-tis (or use_tis / use_rs in --custom-config-path); "
+            "add it or drop the hook"
+        )
+    if args.tis_clip_low > args.tis_clip:
+        yield f"expected --tis-clip-low <= --tis-clip, found {args.tis_clip_low} > {args.tis_clip}; swap them"
+    if args.min_lr > args.lr:
+        yield f"expected --min-lr <= --lr, found {args.min_lr} > {args.lr}; lower --min-lr"
+    if args.loss_type == "sft":
+        for name in ("use_kl_loss", "use_tis"):
+            if getattr(args, name):
+                yield f"{flag(name)} has no effect with --loss-type sft; drop it"
+        if args.n_samples_per_prompt != 1:
+            yield f"--loss-type sft: expected --n-samples-per-prompt 1, found {args.n_samples_per_prompt}; drop it"
+    elif args.label_smoothing:
+        yield "--label-smoothing has an effect only with --loss-type sft; drop it"
+
+
+def _evaluation(args: Args) -> Iterator[str]:
+    pairs = args.eval_prompt_data
+    if args.eval_interval is not None and not pairs:
+        yield "--eval-interval needs evaluation sets; add --eval-prompt-data NAME PATH"
+    if pairs and args.eval_interval is None:
+        yield "--eval-prompt-data has no effect without --eval-interval; add --eval-interval 25, or drop the sets"
+    if pairs and len(pairs) % 2:
+        yield f"--eval-prompt-data: expected pairs NAME PATH, found {len(pairs)} words: {' '.join(pairs)}"
+    elif pairs and len(set(pairs[::2])) != len(pairs) // 2:
+        yield f"--eval-prompt-data: expected a different name for each set, found {', '.join(pairs[::2])}"
+
+
+def _secrets(args: Args) -> Iterator[str]:
+    for path in _secret_paths(args.custom_config, ""):
+        yield f"{path}: secrets do not belong in configuration files, which are printed and saved; use the environment"
+
+
+def _secret_paths(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            name = str(key).lower()
+            secret = any(name == word or name.endswith(f"_{word}") for word in SECRET_WORDS)
+            if secret and isinstance(inner, str) and inner:
+                yield f"{path}{key}"
+            else:
+                yield from _secret_paths(inner, f"{path}{key}.")
+
+
+def flag(name: str) -> str:
+    """`hf_checkpoint` -> `--hf-checkpoint`."""
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,73 @@
+"""Whether the files and folders that the settings name are there, before anything expensive starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sleuth.arguments.args import Args
+from sleuth.arguments.parser import ArgumentsError
+
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+def check_files(args: Args) -> None:
+    """Raise ValueError listing every file or folder that is missing or cannot be written."""
+    problems = [*_model_problems(args), *_checkpoint_problems(args), *_data_problems(args), *_output_problems(args)]
+    if problems:
+        raise ArgumentsError("files are missing\n  " + "\n  ".join(problems))
+
+
+def read_hf_config(args: Args) -> dict[str, Any]:
+    """The config.json of `--hf-checkpoint`; check_files says what to do if it is missing."""
+    return json.loads((Path(args.hf_checkpoint) / "config.json").read_text(encoding="utf-8"))
+
+
+def split_slice(path: str) -> tuple[str, str | None]:
+    """`train.parquet@[0:30]` -> (`train.parquet`, `0:30`)."""
+    match = re.fullmatch(r"(.*)@\[([^\]]*)\]", path)
+    return (match[1], match[2]) if match else (path, None)
+
+
+def _model_problems(args: Args) -> Iterator[str]:
+    folder = Path(args.hf_checkpoint)
+    if not (folder / "config.json").is_file():
+        yield (
+            f"--hf-checkpoint: expected a model's folder with config.json, found none at {folder}; download it, for "
+            f"example `hf download Qwen/Qwen2.5-3B --local-dir {folder}`"
+        )
+    elif not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        yield f"--hf-checkpoint: expected a tokenizer beside config.json, found none in {folder}; copy it there"
+
+
+def _checkpoint_problems(args: Args) -> Iterator[str]:
+    if args.ref_load is not None and not (args.ref_load / LATEST).is_file():
+        yield (
+            f"--ref-load: expected a torch_dist checkpoint ({LATEST}), found none at {args.ref_load}; make it with "
+            f"`python tools/convert_hf_to_torch_dist.py --hf-checkpoint {args.hf_checkpoint} --save {args.ref_load}`"
+        )
+    resumes_own = args.load is not None and args.load == args.save
+    if args.load is not None and not resumes_own and not (args.load / LATEST).is_file():
+        yield f"--load: expected a checkpoint ({LATEST}), found none at {args.load}; correct the path or drop --load"
+
+
+def _data_problems(args: Args) -> Iterator[str]:
+    named = {"--prompt-data": args.prompt_data}
+    named |= {f"--eval-prompt-data {name}": path for name, path in args.eval_sets.items()}
+    for what, path in named.items():
+        file, _ = split_slice(path)
+        if not Path(file).is_file():
+            yield f"{what}: expected a parquet or JSONL file, found none at {file}; make it with tools/prepare_data.py"
+
+
+def _output_problems(args: Args) -> Iterator[str]:
+    for what, folder in (("--save", args.save), ("--run-dir", args.run_dir)):
+        if folder is None:
+            continue
+        existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            yield f"{what}: expected a folder that can be written, found {existing}; choose another"

@@ -1,0 +1,107 @@
+"""The model's shape: what its config.json says, against the flags of `ModelArgs`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from sleuth.arguments.args import Args
+from sleuth.arguments.checks import divisibility_problems, flag
+from sleuth.arguments.parser import ArgumentsError
+
+SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3")
+
+
+class Tokenizer(Protocol):
+    def get_vocab(self) -> dict[str, int]: ...
+
+
+def model_flags(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `ModelArgs` that a Hugging Face config.json stands for.
+
+    Raises ValueError for an architecture that the trainer does not know.
+    """
+    kind = hf_config.get("model_type")
+    if kind not in SUPPORTED_MODEL_TYPES:
+        raise ArgumentsError(
+            f"--hf-checkpoint: expected a model of type {' or '.join(SUPPORTED_MODEL_TYPES)}, found {kind!r} in its "
+            "config.json; choose another model"
+        )
+    if hf_config.get("hidden_act", "silu") != "silu":
+        raise ArgumentsError(f"--hf-checkpoint: expected hidden_act silu, found {hf_config['hidden_act']!r}")
+    if hf_config.get("use_sliding_window"):
+        raise ArgumentsError("--hf-checkpoint: expected use_sliding_window false, found true; it is not supported")
+    heads = hf_config["num_attention_heads"]
+    groups = hf_config.get("num_key_value_heads") or heads
+    return {
+        "swiglu": True,
+        "num_layers": hf_config["num_hidden_layers"],
+        "hidden_size": hf_config["hidden_size"],
+        "ffn_hidden_size": hf_config["intermediate_size"],
+        "num_attention_heads": heads,
+        "group_query_attention": groups < heads,
+        "num_query_groups": groups,
+        "kv_channels": hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
+        "qk_layernorm": kind == "qwen3",
+        "add_qkv_bias": kind == "qwen2",
+        "disable_bias_linear": True,
+        "normalization": "RMSNorm",
+        "norm_epsilon": hf_config["rms_norm_eps"],
+        "use_rotary_position_embeddings": True,
+        "rotary_base": _rotary_base(hf_config),
+        "vocab_size": hf_config["vocab_size"],
+        "untie_embeddings_and_output_weights": not hf_config.get("tie_word_embeddings", False),
+    }
+
+
+def _rotary_base(hf_config: Mapping[str, Any]) -> float:
+    """`rope_theta`, which newer configs keep under `rope_parameters`. Scaled variants are refused."""
+    parameters = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        raise ArgumentsError(
+            f"--hf-checkpoint: expected plain rotary embeddings, found rope type {kind!r} in config.json"
+        )
+    return float(parameters.get("rope_theta") or hf_config.get("rope_theta") or 10000.0)
+
+
+def check_model(args: Args, hf_config: Mapping[str, Any]) -> Args:
+    """`args` with every model flag filled in from the model's config.json.
+
+    Raises ValueError naming flag and both values where they contradict, or where the parallel layout
+    does not fit the model.
+    """
+    from_config = model_flags(hf_config)
+    problems = [
+        f"{flag(name)}: the flag says {given}, the config.json of {args.hf_checkpoint} says {value}; drop the flag or "
+        "use the scripts/models/ file of this model"
+        for name, value in from_config.items()
+        if (given := getattr(args, name)) is not None and given != value
+    ]
+    problems += divisibility_problems(
+        args,
+        heads=from_config["num_attention_heads"],
+        groups=from_config["num_query_groups"],
+        layers=from_config["num_layers"],
+        widths={name: from_config[name] for name in ("hidden_size", "ffn_hidden_size")},
+    )
+    longest = hf_config.get("max_position_embeddings")
+    context = args.rollout_max_context_len
+    if longest and context and context > longest:
+        problems.append(f"--rollout-max-context-len: expected at most the model's {longest} tokens, found {context}")
+    if problems:
+        raise ArgumentsError("the arguments do not fit the model\n  " + "\n  ".join(problems))
+    return args.model_copy(update=from_config)
+
+
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise ValueError if the tokenizer has ids that the model has no embedding for.
+
+    Such an id ends an engine's process.
+    """
+    word, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if largest >= vocab_size:
+        raise ArgumentsError(
+            f"the tokenizer does not fit the model: expected ids below the model's vocab_size {vocab_size}, found "
+            f"{largest} ({word!r}); use the tokenizer this model was trained with, or enlarge the model's embedding"
+        )

@@ -1,0 +1,264 @@
+"""From a command line and YAML files to validated settings.
+
+The argparse parser is generated from the fields of the groups. It only splits the command line: all
+values stay text until pydantic validates the merged whole, so that there is one kind of error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from sleuth.arguments.args import Args
+from sleuth.arguments.checks import flag
+from sleuth.arguments.groups import Group
+
+NOT_FLAGS = {"custom_config"}
+
+HOOK_SECTIONS = ("search_r1", "custom")
+"""Sections of a YAML file that go to the hooks as they are."""
+
+HOOK_KEYS = (
+    "use_rs",
+    "tis_level",
+    "rs_level",
+    "tis_mode",
+    "tis_lower_bound",
+    "tis_upper_bound",
+    "rs_lower_bound",
+    "rs_upper_bound",
+    "rs_veto_threshold",
+    "tis_batch_normalize",
+)
+"""Top-level keys of mis.yaml, which go to the importance-sampling hook as they are."""
+
+UNSUPPORTED = {
+    "partial_rollout": "partial rollouts are not supported yet; every trajectory is finished in its own step",
+    "over_sampling_batch_size": "over-sampling is not supported yet; use --dynamic-sampling-filter-path alone",
+    "update_weights_interval": "asynchronous rollouts are not supported yet; weights are synchronised after every step",
+    "async_rollout": "asynchronous rollouts are not supported yet; each step's rollout precedes its training",
+    "max_policy_lag": "asynchronous rollouts are not supported yet; the policy lag is always 0",
+    "lora_rank": "LoRA is not supported yet; all parameters are trained",
+    "lora_alpha": "LoRA is not supported yet; all parameters are trained",
+    "use_critic": "critics (PPO) are not supported; --advantage-estimator grpo needs none",
+    "wandb_key": "a key on a command line is readable by everyone on the machine; set WANDB_API_KEY in the environment",
+    "optimizer_cpu_offload": "offloading the optimizer to the CPU is not supported yet",
+    "fp8_format": "fp8 training is not supported yet; use --dtype bfloat16",
+    "bf16": "there is one flag for the precision: --dtype bfloat16",
+    "fp16": "fp16 training is not supported; use --dtype bfloat16",
+    "num_epoch": "the length of a run is given in steps: --num-rollout",
+    "rm_type": "there are no built-in rewards; name a hook with --custom-rm-path module.function",
+    "use_rollout_logprobs": "not supported; to correct for the engine's log-probabilities use --use-tis",
+    "prefill_num_servers": "prefill/decode disaggregation is not supported",
+    "rollout_seed": "there is one seed: --seed",
+    "eval_config": "evaluation sets are given by --eval-prompt-data NAME PATH",
+    "loss_mask_type": "the loss mask is exactly what the model generated; there is no other",
+    "multi_latent_attention": "multi-latent attention is not supported",
+    "position_embedding_type": "only rotary position embeddings are supported: --use-rotary-position-embeddings",
+    "moe_grouped_gemm": "mixtures of experts are not supported yet; use a dense model",
+    "moe_layer_freq": "mixtures of experts are not supported yet; use a dense model",
+    "moe_router_load_balancing_type": "mixtures of experts are not supported yet; use a dense model",
+    "virtual_pipeline_model_parallel_size": "interleaved pipelines are not supported yet",
+    "num_layers_per_virtual_pipeline_stage": "interleaved pipelines are not supported yet",
+}
+"""Flags of related systems that a user may bring along, and what to do instead."""
+
+GroupT = TypeVar("GroupT", bound=Group)
+
+
+class ArgumentsError(ValueError):
+    """The command line or a configuration file is wrong; the message lists every problem, one a line."""
+
+
+def parse_args(argv: Sequence[str] | None = None, *, model: type[GroupT] = Args) -> GroupT:  # type: ignore[assignment]
+    """Settings from `argv` [sys.argv], then `--custom-config-path`, then defaults.
+
+    `model` may be any class composed of groups, for tools that need only a part of the flags.
+    Raises ArgumentsError (a ValueError) naming each wrong flag; `--help` exits.
+    """
+    given = _split(model, sys.argv[1:] if argv is None else argv)
+    values = {**_from_files(given.get("custom_config_path", []), model), **given}
+    try:
+        return model(**values)
+    except ValidationError as error:
+        raise ArgumentsError(_list_problems(_sentences(error, model))) from None
+
+
+def parse_args_or_exit(argv: Sequence[str] | None = None, *, model: type[GroupT] = Args) -> GroupT:  # type: ignore[assignment]
+    """`parse_args` for scripts: writes the problems to stderr and exits with 2 instead of raising."""
+    try:
+        return parse_args(argv, model=model)
+    except ArgumentsError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentsError(_list_problems([message]))
+
+
+def _split(model: type[Group], argv: Sequence[str]) -> dict[str, Any]:
+    known, unknown = build_parser(model).parse_known_args(list(argv))
+    if unknown:
+        raise ArgumentsError(_list_problems(list(_unknown_sentences(unknown, model))))
+    return vars(known)
+
+
+def build_parser(model: type[Group] = Args) -> argparse.ArgumentParser:
+    """An argparse parser with one argument group for each group of `model`."""
+    parser = _Parser(
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawTextHelpFormatter,
+        description="Values come from the command line, then --custom-config-path, then defaults.",
+    )
+    for group in groups_of(model):
+        section = parser.add_argument_group((group.__doc__ or group.__name__).strip())
+        for name in group.__annotations__:
+            if name in model.model_fields and name not in NOT_FLAGS:
+                section.add_argument(flag(name), **_argument(model.model_fields[name]))
+    return parser
+
+
+def groups_of(model: type[Group]) -> list[type[Group]]:
+    """The groups a class is composed of, in the order of their fields."""
+    return [base for base in reversed(model.__mro__) if Group in base.__mro__[1:] and not base.__bases__[1:]]
+
+
+def _argument(field: FieldInfo) -> dict[str, Any]:
+    kind = _plain_type(field.annotation)
+    default = field.get_default()
+    shown = "" if default is None or default is False or field.is_required() else f" [{_show(default)}]"
+    options: dict[str, Any] = {"help": f"{field.description}{shown}".replace("%", "%%")}
+    if kind is bool:
+        return {**options, "action": argparse.BooleanOptionalAction}
+    if get_origin(kind) is list:
+        options["nargs"] = "+"
+        kind = _plain_type(get_args(kind)[0])
+    if get_origin(kind) is Literal:
+        return {**options, "metavar": "{" + ",".join(get_args(kind)) + "}"}
+    return {**options, "metavar": {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")}
+
+
+def _plain_type(annotation: Any) -> Any:
+    """`Annotated[int, ...] | None` -> `int`."""
+    if get_origin(annotation) is Annotated:
+        return _plain_type(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return _plain_type(next(part for part in get_args(annotation) if part is not type(None)))
+    return annotation
+
+
+def _show(value: Any) -> str:
+    if value is True:
+        return "yes"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _from_files(paths: Sequence[str], model: type[Group]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    custom: dict[str, Any] = {}
+    problems: list[str] = []
+    for path in paths:
+        for key, value in _read_yaml(Path(path)).items():
+            name = key.replace("-", "_")
+            if name in HOOK_SECTIONS and not isinstance(value, Mapping):
+                problems.append(f"{path}: expected a mapping under {key}:, found {value!r}")
+            elif name in HOOK_SECTIONS or name in HOOK_KEYS:
+                custom[name] = {**custom.get(name, {}), **value} if isinstance(value, Mapping) else value
+            elif name == "custom_config_path":
+                problems.append(
+                    f"{path}: {key} cannot stand in a configuration file; give all files on the command line"
+                )
+            elif name not in model.model_fields or name in NOT_FLAGS:
+                problems.append(f"{path}: {_unknown(key, model, prefix='')}")
+            elif value is not None:
+                values[name] = value
+    if problems:
+        raise ArgumentsError(_list_problems(problems))
+    return {**values, "custom_config": custom} if custom else values
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-4 is a number (YAML 1.1 wants 1.0e-4) and a repeated key is an error."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ArgumentsError(f"{node.start_mark.name}: {key} is given twice; keep one")
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open(encoding="utf-8") as stream:
+            values = yaml.load(stream, _Loader)
+    except OSError as error:
+        raise ArgumentsError(
+            f"--custom-config-path: expected a readable file, found {path} ({error.strerror})"
+        ) from None
+    except yaml.YAMLError as error:
+        raise ArgumentsError(f"--custom-config-path: {path} is not valid YAML: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ArgumentsError(f"--custom-config-path: expected a mapping of flags in {path}, found {values!r:.80}")
+    return values
+
+
+def _unknown_sentences(words: Sequence[str], model: type[Group]) -> Iterator[str]:
+    flags = [word for word in words if word.startswith("--")]
+    if not flags:
+        yield f"expected flags, found {' '.join(words)}; a value belongs behind its flag"
+    for word in flags:
+        yield _unknown(word.split("=")[0], model, prefix="--")
+
+
+def _unknown(key: str, model: type[Group], *, prefix: str) -> str:
+    name = key.removeprefix("--").replace("-", "_")
+    if name in UNSUPPORTED:
+        return f"{key}: {UNSUPPORTED[name]}"
+    names = [field for field in model.model_fields if field not in NOT_FLAGS]
+    if not prefix:
+        names += [*HOOK_SECTIONS, *HOOK_KEYS]
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    where = flag(nearest[0]) if nearest and prefix else nearest[0] if nearest else None
+    return f"{key}: unknown; " + (f"did you mean {where}?" if where else "see --help")
+
+
+def _sentences(error: ValidationError, model: type[Group]) -> Iterator[str]:
+    for item in error.errors():
+        name = str(item["loc"][0]) if item["loc"] else ""
+        message = item["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        if item["type"] == "default_factory_not_called":
+            continue
+        if not name:
+            yield from message.split("\n")
+        elif item["type"] == "missing":
+            yield f"{flag(name)} is required: {model.model_fields[name].description}"
+        else:
+            found = item["input"]
+            yield f"{flag(name)}: {message}, found {found!r}. {model.model_fields[name].description}"
+
+
+def _list_problems(problems: Sequence[str] | Iterator[str]) -> str:
+    problems = list(problems)
+    head = "wrong argument" if len(problems) == 1 else f"{len(problems)} wrong arguments"
+    return head + "".join(f"\n  {problem}" for problem in problems)

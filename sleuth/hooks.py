@@ -1,0 +1,155 @@
+"""Hooks: "module.function" -> a callable whose shape was checked before anything expensive starts."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+HookKind = Literal["generate", "reward", "tis", "filter"]
+
+
+@dataclass(frozen=True)
+class _Contract:
+    flag: str
+    signature: str
+    is_async: bool
+    positional: int
+    keywords: tuple[str, ...] = ()
+
+
+_CONTRACTS: dict[HookKind, _Contract] = {
+    "generate": _Contract(
+        "--custom-generate-function-path",
+        "async def generate(args, sample, sampling_params, evaluation=False) -> Sample   # `evaluation` optional",
+        is_async=True,
+        positional=3,
+    ),
+    "reward": _Contract(
+        "--custom-rm-path",
+        "async def reward_func(args, sample, **kwargs) -> float | dict[str, float]",
+        is_async=True,
+        positional=2,
+    ),
+    "tis": _Contract(
+        "--custom-tis-function-path",
+        "def tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, "
+        "**kwargs) -> (pg_loss, loss_masks, metrics)",
+        is_async=False,
+        positional=1,
+        keywords=(
+            "pg_loss",
+            "train_log_probs",
+            "rollout_log_probs",
+            "loss_masks",
+            "total_lengths",
+            "response_lengths",
+            "context_parallel",
+        ),
+    ),
+    "filter": _Contract(
+        "--dynamic-sampling-filter-path",
+        "def keep(args, samples) -> bool",
+        is_async=False,
+        positional=2,
+    ),
+}
+
+
+def load_hook(path: str, kind: HookKind) -> Callable[..., Any]:
+    """Import `path` ("module.function") and check that it can be called as hooks of its kind are.
+
+    Raises ValueError saying what was looked for, where, and what is there instead.
+    """
+    contract = _CONTRACTS[kind]
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise ValueError(
+            f"{contract.flag}: expected module.function, found {path!r}; name the module before the function"
+        )
+    module = _import(module_name, path, contract)
+    hook = getattr(module, name, None)
+    if not callable(hook):
+        raise ValueError(f"{contract.flag} {path}: {_what_is_there(module, name, hook)}")
+    _check_shape(hook, path, contract)
+    return hook
+
+
+def accepts_evaluation(generate: Callable[..., Any]) -> bool:
+    """Whether a generate hook takes the optional `evaluation` argument."""
+    parameters = inspect.signature(generate).parameters.values()
+    return any(p.name == "evaluation" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _import(module_name: str, path: str, contract: _Contract) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name != missing and not module_name.startswith(f"{missing}."):
+            raise ValueError(
+                f"{contract.flag} {path}: module {module_name} needs {missing}, which is not installed"
+            ) from error
+        raise ValueError(f"{contract.flag} {path}: {_where_it_was_sought(missing)}") from None
+    except Exception as error:
+        raise ValueError(
+            f"{contract.flag} {path}: module {module_name} was found but failed to import: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _where_it_was_sought(module_name: str) -> str:
+    parent, _, leaf = module_name.rpartition(".")
+    folders = list(importlib.import_module(parent).__path__) if parent else [p or "." for p in _search_path()]
+    names = sorted({info for folder in folders for info in _modules_in(folder)})
+    return (
+        f"looked for module {module_name} in {', '.join(folders)}, found none; {_nearest(leaf, names)}"
+        "put its folder on PYTHONPATH or correct the path"
+    )
+
+
+def _search_path() -> list[str]:
+    return [entry for entry in sys.path if "site-packages" not in entry and not entry.endswith((".zip", "lib-dynload"))]
+
+
+def _modules_in(folder: str) -> list[str]:
+    return [info.name for info in pkgutil.iter_modules([folder])]
+
+
+def _what_is_there(module: ModuleType, name: str, found: Any) -> str:
+    where = getattr(module, "__file__", None) or "a built-in module"
+    if found is not None:
+        return f"expected a function, found {type(found).__name__} {name} in {where}"
+    names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    own = [key for key in names if getattr(vars(module)[key], "__module__", None) == module.__name__]
+    return (
+        f"looked for {name} in {where}, found none; {_nearest(name, names)}it defines {', '.join(own) or 'no function'}"
+    )
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    match = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {match[0]}? " if match else ""
+
+
+def _check_shape(hook: Callable[..., Any], path: str, contract: _Contract) -> None:
+    call = hook if inspect.isroutine(hook) else type(hook).__call__
+    is_async = inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(call)
+    if is_async is not contract.is_async:
+        wanted, found = ("async def", "def") if contract.is_async else ("def", "async def")
+        raise ValueError(
+            f"{contract.flag} {path}: expected `{wanted}`, found `{found}`; its shape must be `{contract.signature}`"
+        )
+    signature = inspect.signature(hook)
+    try:
+        signature.bind(*range(contract.positional), **dict.fromkeys(contract.keywords))
+    except TypeError as error:
+        raise ValueError(
+            f"{contract.flag} {path}: expected `{contract.signature}`, found `{path}{signature}` ({error})"
+        ) from None
