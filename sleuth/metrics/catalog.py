@@ -1,0 +1,122 @@
+"""Every metric the project logs, with its unit and meaning; docs/metrics.md is made from this table.
+
+A name may hold `<...>` where a run fills in its own word: `reward/<component>`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from sleuth.sample import StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    name: str
+    unit: str
+    meaning: str
+
+    def matches(self, logged: str) -> bool:
+        """Whether a logged name is of this metric."""
+        pattern = re.sub(r"<[^>]*>", "\0", self.name)
+        return re.fullmatch(re.escape(pattern).replace(re.escape("\0"), ".+"), logged) is not None
+
+
+REWARD = (
+    Metric("reward/mean", "", "mean reward of the step's training samples"),
+    Metric("reward/std", "", "standard deviation of those rewards (population)"),
+    Metric("reward/min", "", "lowest of those rewards"),
+    Metric("reward/max", "", "highest of those rewards"),
+    Metric("reward/exact_match", "share", "answers that equal an accepted answer after normalisation"),
+    Metric("reward/valid_format", "share", "trajectories that keep the tag protocol"),
+    Metric("reward/retrieval_hit", "share", "trajectories in which a retrieved passage holds an accepted answer"),
+    Metric("reward/<component>", "", "mean of any other component that the reward hook returns"),
+)
+
+ROLLOUT = (
+    Metric("rollout/samples", "samples", "trajectories of the step"),
+    Metric("rollout/groups", "groups", "prompts of the step"),
+    Metric(
+        "rollout/zero_variance_groups", "groups", "prompts whose samples all got the same reward: they teach nothing"
+    ),
+    Metric("rollout/failed_samples", "samples", "trajectories that the engine or the environment failed; replaced"),
+    Metric("rollout/filtered_groups", "groups", "prompts that the dynamic sampling filter rejected; replaced"),
+    Metric("rollout/prompt_length/mean", "tokens", "mean prompt length"),
+    Metric("rollout/response_length/mean", "tokens", "mean response length, observations included"),
+    Metric("rollout/response_length/max", "tokens", "longest response"),
+    Metric("rollout/model_tokens", "tokens", "tokens that the model generated in the step (those with loss mask 1)"),
+    Metric("rollout/observation_tokens", "tokens", "tokens that the environment put in: passages, corrections"),
+    Metric("rollout/truncated", "share", "trajectories that a budget ended"),
+    Metric(
+        "rollout/status/<status>", "samples", "trajectories by status: pending, completed, truncated, aborted, failed"
+    ),
+    *(
+        Metric(f"rollout/stop/{reason}", "share", "trajectories that ended so: see `StopReason` in sleuth/sample.py")
+        for reason in StopReason
+    ),
+    Metric("rollout/searches", "searches", "mean searches of a trajectory"),
+    Metric("rollout/tokens", "tokens", "supervised training only: tokens of the step's trajectories"),
+    Metric("rollout/weight_version/min", "", "oldest policy version among the samples"),
+    Metric("rollout/weight_version/max", "", "newest policy version among the samples"),
+    Metric("rollout/<name>", "", "mean of any other number that the generate hook puts into `Sample.rollout_metrics`"),
+)
+
+EVALUATION = (
+    Metric("eval/<name>/em", "share", "exact match over the held-out questions"),
+    Metric("eval/<name>/format", "share", "trajectories that keep the tag protocol"),
+    Metric("eval/<name>/retrieval_hit", "share", "questions for which a passage with an accepted answer was retrieved"),
+    Metric("eval/<name>/searches", "searches", "mean searches per question"),
+    Metric("eval/<name>/reward", "", "mean reward"),
+    Metric("eval/<name>/response_length", "tokens", "mean response length, observations included"),
+    Metric("eval/<name>/truncated", "share", "trajectories that a budget ended"),
+    Metric("eval/<name>/questions", "questions", "trajectories that count in the averages"),
+    Metric("eval/<name>/failed", "questions", "trajectories without a reward, left out of the averages"),
+    Metric("eval/<name>/source/<data source>/<measure>", "", "the same measure over one data source"),
+    Metric("eval/<name>/macro/<measure>", "", "mean of the measure over data sources, each counting once"),
+)
+
+TRAINING = (
+    Metric("train/loss", "", "loss of the optimizer step: policy loss + KL loss - entropy bonus"),
+    Metric("train/pg_loss", "", "policy-gradient part of the loss"),
+    Metric(
+        "train/kl_loss", "nats", "mean KL estimate against the reference (`--kl-loss-type`), before its coefficient"
+    ),
+    Metric("train/entropy", "nats", "mean entropy of the policy at the trained tokens"),
+    Metric("train/grad_norm", "", "gradient norm before clipping"),
+    Metric("train/clip_fraction", "share", "trained tokens whose ratio was clipped"),
+    Metric("train/ratio_mean", "", "mean of new over old probability of the trained tokens"),
+    Metric("train/lr", "", "learning rate"),
+    Metric("train/tokens", "tokens", "tokens trained on (sum of the loss mask)"),
+    Metric(
+        "train/rollout_logprob_abs_diff", "nats", "engine's against trainer's log-probs of a fixed probe: largest gap"
+    ),
+    Metric("train/<name>", "", "any other number of the loss or of the custom TIS hook"),
+)
+
+TIME = (
+    Metric(
+        "time/<part>",
+        "s",
+        "seconds of a part: step (all but evaluation and saving), rollout, train, sync, evaluation, save",
+    ),
+    Metric("perf/rollout_tokens_per_second", "tokens/s", "tokens that the model generated over the rollout's seconds"),
+    Metric("perf/<name>", "", "other throughput and memory numbers"),
+)
+
+CATALOG: dict[str, tuple[Metric, ...]] = {
+    "Reward": REWARD,
+    "Rollout": ROLLOUT,
+    "Evaluation": EVALUATION,
+    "Training": TRAINING,
+    "Time and throughput": TIME,
+}
+
+
+def describe(name: str) -> Metric | None:
+    """The catalogue's entry of a logged name, the most specific one first; None for an unknown name."""
+    for metrics in CATALOG.values():
+        for metric in metrics:
+            if metric.matches(name):
+                return metric
+    return None

@@ -1,0 +1,158 @@
+"""Metrics of a step's samples and of an evaluation: plain averages and counts, described in docs/metrics.md.
+
+Names end in what they measure; numbers that a sample does not carry are left out, never set to 0.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from sleuth.sample import Sample, SampleStatus, StopReason
+
+UNKNOWN_SOURCE = "unknown"
+
+
+def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """`reward/...` and `rollout/...` of the samples of one step, those that failed included.
+
+    Averages of rewards are over the samples that have one; fractions and counts are over all.
+    """
+    if not samples:
+        return {"rollout/samples": 0.0}
+    return {
+        "rollout/samples": float(len(samples)),
+        **_reward_metrics(samples),
+        **_length_metrics(samples),
+        **_ending_metrics(samples),
+        **_group_metrics(samples),
+        **_averages("rollout/", samples, lambda sample: sample.rollout_metrics),
+        **_version_metrics(samples),
+    }
+
+
+def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    metrics = _averages("reward/", samples, lambda sample: sample.reward_components)
+    if rewards:
+        metrics |= {
+            "reward/mean": statistics.fmean(rewards),
+            "reward/std": statistics.pstdev(rewards),
+            "reward/min": min(rewards),
+            "reward/max": max(rewards),
+        }
+    return metrics
+
+
+def _length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    lengths = [len(sample.trace.response_ids) for sample in samples]
+    model_tokens = sum(_tokens_of(sample, "model") for sample in samples)
+    return {
+        "rollout/prompt_length/mean": statistics.fmean(len(sample.trace.prompt_ids) for sample in samples),
+        "rollout/response_length/mean": statistics.fmean(lengths),
+        "rollout/response_length/max": float(max(lengths)),
+        "rollout/model_tokens": float(model_tokens),
+        "rollout/observation_tokens": float(sum(lengths) - model_tokens),
+    }
+
+
+def _tokens_of(sample: Sample, source: str) -> int:
+    return sum(segment.end - segment.start for segment in sample.trace.segments if segment.source == source)
+
+
+def _ending_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    count = len(samples)
+    statuses = [sample.status for sample in samples]
+    reasons = [sample.stop_reason for sample in samples]
+    return {
+        "rollout/truncated": statuses.count(SampleStatus.TRUNCATED) / count,
+        **{f"rollout/status/{status}": float(statuses.count(status)) for status in SampleStatus},
+        **{f"rollout/stop/{reason}": reasons.count(reason) / count for reason in StopReason},
+    }
+
+
+def _group_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    groups: dict[int, list[float]] = defaultdict(list)
+    for sample in samples:
+        if sample.reward is not None:
+            groups[sample.group_index].append(sample.reward)
+    equal = sum(1 for rewards in groups.values() if len(rewards) > 1 and len(set(rewards)) == 1)
+    return {"rollout/groups": float(len(groups)), "rollout/zero_variance_groups": float(equal)}
+
+
+def _version_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    texts = [sample.weight_version or "" for sample in samples]
+    versions = [int(text) for text in texts if text.isdecimal()]
+    if not versions:
+        return {}
+    return {"rollout/weight_version/min": float(min(versions)), "rollout/weight_version/max": float(max(versions))}
+
+
+def _averages(
+    prefix: str, samples: Iterable[Sample], values_of: Callable[[Sample], dict[str, float]]
+) -> dict[str, float]:
+    """The mean of every named value over the samples that carry it."""
+    collected: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for name, value in values_of(sample).items():
+            collected[name].append(float(value))
+    return {prefix + name: statistics.fmean(values) for name, values in sorted(collected.items())}
+
+
+def evaluation_name(data_set: str, temperature: float) -> str:
+    """`demo`, 0.0 -> `demo/greedy`; `demo`, 1.0 -> `demo/t1.0`: the name under which an evaluation is logged."""
+    return f"{data_set}/greedy" if temperature == 0 else f"{data_set}/t{float(temperature)}"
+
+
+def evaluation_metrics(samples: Sequence[Sample], name: str) -> dict[str, float]:
+    """`eval/<name>/...` of the samples of one evaluation, overall, per data source and macro.
+
+    Samples without a reward (their search or the engine failed, so they say nothing about the model)
+    are left out of the averages and counted as `failed`. `macro` is the mean over data sources.
+    """
+    scored = [sample for sample in samples if sample.reward is not None]
+    metrics = {
+        "questions": float(len(scored)),
+        "failed": float(len(samples) - len(scored)),
+        **_evaluation_averages(scored),
+    }
+    by_source: dict[str, list[Sample]] = defaultdict(list)
+    for sample in scored:
+        by_source[data_source(sample)].append(sample)
+    sources = {source: _evaluation_averages(members) for source, members in sorted(by_source.items())}
+    for source, averages in sources.items():
+        metrics |= {f"source/{source}/{key}": value for key, value in averages.items()}
+        metrics[f"source/{source}/questions"] = float(len(by_source[source]))
+    metrics |= _macro(list(sources.values()))
+    return {f"eval/{name}/{key}": value for key, value in metrics.items()}
+
+
+def data_source(sample: Sample) -> str:
+    """The data set that a sample's question comes from; slashes, which structure names, become dashes."""
+    return str(sample.metadata.get("data_source") or UNKNOWN_SOURCE).replace("/", "-")
+
+
+_COMPONENT_NAMES = {"exact_match": "em", "valid_format": "format", "retrieval_hit": "retrieval_hit"}
+
+
+def _evaluation_averages(samples: Sequence[Sample]) -> dict[str, float]:
+    if not samples:
+        return {}
+    components = _averages("", samples, lambda sample: sample.reward_components)
+    reported = _averages("", samples, lambda sample: sample.rollout_metrics)
+    averages = {short: components[name] for name, short in _COMPONENT_NAMES.items() if name in components}
+    if "searches" in reported:
+        averages["searches"] = reported["searches"]
+    return averages | {
+        "reward": statistics.fmean(sample.reward for sample in samples if sample.reward is not None),
+        "response_length": statistics.fmean(len(sample.trace.response_ids) for sample in samples),
+        "truncated": statistics.fmean(sample.status == SampleStatus.TRUNCATED for sample in samples),
+    }
+
+
+def _macro(sources: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = sorted({name for averages in sources for name in averages})
+    return {
+        f"macro/{name}": statistics.fmean(averages[name] for averages in sources if name in averages) for name in names
+    }

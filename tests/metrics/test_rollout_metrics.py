@@ -1,0 +1,101 @@
+import pytest
+
+from sleuth.metrics.rollout import evaluation_metrics, evaluation_name, rollout_metrics
+from sleuth.sample import SampleStatus, StopReason
+from tests.metrics.samples import make_sample
+
+
+def test_rewards_and_components_are_averaged_over_samples_that_have_them():
+    samples = [
+        make_sample(reward=1.0, components={"exact_match": 1.0, "valid_format": 1.0}),
+        make_sample(reward=0.0, components={"exact_match": 0.0}),
+        make_sample(reward=None, status=SampleStatus.FAILED, reason=StopReason.SEARCH_FAILED),
+    ]
+    metrics = rollout_metrics(samples)
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["reward/std"] == 0.5
+    assert (metrics["reward/min"], metrics["reward/max"]) == (0.0, 1.0)
+    assert metrics["reward/exact_match"] == 0.5
+    assert metrics["reward/valid_format"] == 1.0
+    assert "reward/retrieval_hit" not in metrics
+
+
+def test_lengths_count_model_and_observation_tokens_apart():
+    metrics = rollout_metrics([make_sample(), make_sample()])
+    assert metrics["rollout/response_length/mean"] == metrics["rollout/response_length/max"] == 8
+    assert metrics["rollout/model_tokens"] == 12
+    assert metrics["rollout/observation_tokens"] == 4
+    assert metrics["rollout/prompt_length/mean"] == 3
+
+
+def test_every_status_and_stop_reason_is_reported_even_when_it_did_not_occur():
+    samples = [make_sample(), make_sample(status=SampleStatus.TRUNCATED, reason=StopReason.TURN_LIMIT)]
+    metrics = rollout_metrics(samples)
+    assert metrics["rollout/truncated"] == 0.5
+    assert metrics["rollout/status/completed"] == 1
+    assert metrics["rollout/status/failed"] == 0
+    assert {reason: metrics[f"rollout/stop/{reason}"] for reason in StopReason} == {
+        reason: 0.5 if reason in ("answered", "turn_limit") else 0.0 for reason in StopReason
+    }
+
+
+def test_groups_of_equal_rewards_are_counted():
+    samples = [make_sample(group=0, reward=1.0), make_sample(group=0, reward=1.0)]
+    samples += [make_sample(group=1, reward=1.0), make_sample(group=1, reward=0.0), make_sample(group=2)]
+    metrics = rollout_metrics(samples)
+    assert metrics["rollout/groups"] == 3
+    assert metrics["rollout/zero_variance_groups"] == 1
+
+
+def test_numbers_of_the_generate_hook_and_weight_versions():
+    samples = [
+        make_sample(reported={"searches": 2.0}, version="7"),
+        make_sample(reported={"searches": 1.0}, version="8"),
+    ]
+    metrics = rollout_metrics([*samples, make_sample(version="default")])
+    assert metrics["rollout/searches"] == 1.5
+    assert (metrics["rollout/weight_version/min"], metrics["rollout/weight_version/max"]) == (7, 8)
+    assert "rollout/weight_version/min" not in rollout_metrics([make_sample(version=None)])
+
+
+def test_no_samples():
+    assert rollout_metrics([]) == {"rollout/samples": 0.0}
+
+
+def test_evaluation_is_reported_overall_by_source_and_macro():
+    right = {"exact_match": 1.0, "valid_format": 1.0}
+    wrong = {"exact_match": 0.0, "valid_format": 1.0}
+    samples = [
+        make_sample(components=right, reported={"searches": 1.0}, source="nq"),
+        make_sample(components=right, reported={"searches": 1.0}, source="nq"),
+        make_sample(components=right, reported={"searches": 1.0}, source="nq"),
+        make_sample(components=wrong, reported={"searches": 3.0}, source="hot/pot", reward=0.2),
+    ]
+    metrics = evaluation_metrics(samples, "test/greedy")
+    assert metrics["eval/test/greedy/em"] == 0.75
+    assert metrics["eval/test/greedy/format"] == 1.0
+    assert metrics["eval/test/greedy/searches"] == 1.5
+    assert metrics["eval/test/greedy/reward"] == pytest.approx(0.8)
+    assert metrics["eval/test/greedy/questions"] == 4
+    assert metrics["eval/test/greedy/source/nq/em"] == 1.0
+    assert metrics["eval/test/greedy/source/hot-pot/em"] == 0.0
+    assert metrics["eval/test/greedy/macro/em"] == 0.5
+
+
+def test_evaluation_leaves_failed_samples_out_and_says_how_many():
+    failed = make_sample(reward=None, status=SampleStatus.FAILED, reason=StopReason.SEARCH_FAILED)
+    metrics = evaluation_metrics([make_sample(components={"exact_match": 1.0}), failed], "test")
+    assert metrics["eval/test/em"] == 1.0
+    assert (metrics["eval/test/questions"], metrics["eval/test/failed"]) == (1, 1)
+
+
+def test_evaluation_without_any_scored_sample_claims_nothing():
+    metrics = evaluation_metrics([make_sample(reward=None)], "test")
+    assert metrics == {"eval/test/questions": 0.0, "eval/test/failed": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("temperature", "name"), [(0, "nq/greedy"), (0.0, "nq/greedy"), (1, "nq/t1.0"), (0.25, "nq/t0.25")]
+)
+def test_names_of_evaluations(temperature, name):
+    assert evaluation_name("nq", temperature) == name
