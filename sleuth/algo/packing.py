@@ -5,9 +5,9 @@ samples allow; what a rank has to compute is balanced by an estimated cost. Pure
 the same lengths give the same plan.
 
 Empty micro-batches: none where the number of samples divides by the number of ranks (what
-`--global-batch-size` sees to). Elsewhere a rank may get one `[]` where nothing else fits (three samples of full
-length on two ranks); `sleuth.algo.batch.pack` turns it into padding without weight. A rank never
-comes away with nothing at all: fewer samples than ranks is an error.
+`--global-batch-size` sees to). Elsewhere some rank may get `[]` where nothing else fits (three samples of full length
+on two ranks), fewer in all than there are ranks; `sleuth.algo.batch.pack` turns it into padding without
+weight. A rank never comes away with nothing at all: fewer samples than ranks is an error.
 """
 
 from __future__ import annotations

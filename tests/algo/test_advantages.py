@@ -1,0 +1,79 @@
+"""Group-normalised rewards against numpy, and their exact zeros."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sleuth.algo.advantages import count_equal_groups, equal_groups, group_advantages
+
+groups = st.integers(1, 9).flatmap(
+    lambda n: st.lists(st.lists(st.floats(-10, 10), min_size=n, max_size=n), min_size=1, max_size=5)
+)
+
+
+def reference(rewards: np.ndarray, normalize_std: bool) -> np.ndarray:
+    out = np.zeros_like(rewards)
+    for g, row in enumerate(rewards):
+        if all(r == row[0] for r in row):
+            continue
+        out[g] = row - row.mean()
+        if normalize_std:
+            out[g] /= row.std(ddof=1) + 1e-6
+    return out
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+@given(rewards=groups)
+def test_equals_numpy(normalize_std, rewards):
+    expected = reference(np.array(rewards), normalize_std)
+    found = group_advantages(torch.tensor(rewards, dtype=torch.float64), normalize_std=normalize_std)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(reward=st.floats(-1e6, 1e6), n=st.integers(1, 17))
+def test_equal_rewards_give_exactly_zero(normalize_std, dtype, reward, n):
+    rewards = torch.full((3, n), reward, dtype=dtype)
+    assert torch.equal(group_advantages(rewards, normalize_std=normalize_std), torch.zeros(3, n, dtype=dtype))
+
+
+def test_tenths_whose_mean_is_rounded_give_exactly_zero():
+    rewards = torch.tensor([[0.1] * 3, [0.7] * 3], dtype=torch.float64)
+    assert (rewards.mean(1, keepdim=True) != rewards).any(), "the case that makes plain subtraction leave noise"
+    assert torch.equal(group_advantages(rewards, normalize_std=True), torch.zeros(2, 3, dtype=torch.float64))
+
+
+def test_group_of_one_is_zero_even_with_std():
+    assert group_advantages(torch.tensor([[3.0], [-1.0]]), normalize_std=True).tolist() == [[0.0], [0.0]]
+
+
+def test_one_winner_of_four():
+    plain = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), normalize_std=False)
+    assert plain.tolist() == [[0.75, -0.25, -0.25, -0.25]]
+    scaled = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), normalize_std=True)
+    np.testing.assert_allclose(scaled.numpy(), [[1.5, -0.5, -0.5, -0.5]], rtol=1e-5)
+
+
+def test_integer_rewards_give_floats():
+    assert group_advantages(torch.tensor([[0, 1]]), normalize_std=False).tolist() == [[-0.5, 0.5]]
+
+
+def test_equal_groups_are_counted():
+    rewards = torch.tensor([[0.1, 0.1], [0.0, 1.0], [1.0, 1.0]])
+    assert equal_groups(rewards).tolist() == [True, False, True]
+    assert count_equal_groups(rewards) == 2
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_reward_that_is_not_finite_is_named(bad):
+    with pytest.raises(ValueError, match="sample 1 in group 0"):
+        group_advantages(torch.tensor([[0.0, bad]]), normalize_std=True)
+
+
+@pytest.mark.parametrize("shape", [(3,), (0, 2), (2, 0), (1, 2, 3)])
+def test_wrong_shape_is_named(shape):
+    with pytest.raises(ValueError, match="shape"):
+        group_advantages(torch.zeros(shape), normalize_std=True)
