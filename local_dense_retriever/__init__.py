@@ -1,0 +1,1 @@
+"""Passage retrieval over HTTP: the server that the local search backend asks."""

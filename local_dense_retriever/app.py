@@ -1,0 +1,74 @@
+"""The HTTP face of a retriever: `POST /retrieve` and `GET /health`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+from fastapi import FastAPI, HTTPException
+from pydantic import BaseModel, ConfigDict, Field
+
+from local_dense_retriever.retrievers import Hit, Retriever
+
+MAX_TOPK = 100
+MAX_QUERIES = 1024
+MAX_QUERY_CHARS = 8192
+
+
+class RetrieveRequest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    queries: Annotated[list[str], Field(max_length=MAX_QUERIES)]
+    topk: Annotated[int, Field(ge=1, le=MAX_TOPK)] | None = None
+    """None: the server's --topk."""
+    return_scores: bool = False
+
+
+class RetrieveResponse(BaseModel):
+    result: list[list[dict[str, Any]]]
+    """For each query its passages, best first: the documents, or `{"document", "score"}` with scores."""
+
+
+def create_app(retriever: Retriever, default_topk: int) -> FastAPI:
+    """The application around a loaded retriever; one thread searches, while the event loop stays free."""
+    searcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="search")
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        searcher.shutdown()
+
+    app = FastAPI(title="Passage retrieval", lifespan=lifespan)
+
+    @app.post("/retrieve")
+    async def retrieve(request: RetrieveRequest) -> RetrieveResponse:
+        check_queries(request.queries)
+        topk = request.topk or default_topk
+        search = asyncio.get_running_loop().run_in_executor(searcher, retriever.search, request.queries, topk)
+        return RetrieveResponse(result=[render(hits, request.return_scores) for hits in await search])
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ready"}
+
+    return app
+
+
+def check_queries(queries: Sequence[str]) -> None:
+    """Refuse what cannot be searched: 422 for a blank query, 413 for a huge one."""
+    for number, query in enumerate(queries):
+        if not query.strip():
+            raise HTTPException(422, f"queries[{number}] is blank; expected text to search for")
+        if len(query) > MAX_QUERY_CHARS:
+            raise HTTPException(
+                413, f"queries[{number}] has {len(query)} characters; at most {MAX_QUERY_CHARS} are allowed"
+            )
+
+
+def render(hits: Sequence[Hit], return_scores: bool) -> list[dict[str, Any]]:
+    if return_scores:
+        return [{"document": hit.document, "score": hit.score} for hit in hits]
+    return [hit.document for hit in hits]
