@@ -7,6 +7,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -22,6 +23,7 @@ class _Contract:
     is_async: bool
     positional: int
     keywords: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
 
 _CONTRACTS: dict[HookKind, _Contract] = {
@@ -30,6 +32,7 @@ _CONTRACTS: dict[HookKind, _Contract] = {
         "async def generate(args, sample, sampling_params, evaluation=False) -> Sample   # `evaluation` optional",
         is_async=True,
         positional=3,
+        optional=("evaluation",),
     ),
     "reward": _Contract(
         "--custom-rm-path",
@@ -50,7 +53,6 @@ _CONTRACTS: dict[HookKind, _Contract] = {
             "loss_masks",
             "total_lengths",
             "response_lengths",
-            "context_parallel",
         ),
     ),
     "filter": _Contract(
@@ -62,14 +64,14 @@ _CONTRACTS: dict[HookKind, _Contract] = {
 }
 
 
-def load_hook(path: str, kind: HookKind) -> Callable[..., Any]:
+def load_hook(path: str | None, kind: HookKind) -> Callable[..., Any]:
     """Import `path` ("module.function") and check that it can be called as hooks of its kind are.
 
     Raises ValueError saying what was looked for, where, and what is there instead.
     """
     contract = _CONTRACTS[kind]
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
+    module_name, _, name = (path or "").rpartition(".")
+    if not path or not module_name:
         raise ValueError(
             f"{contract.flag}: expected module.function, found {path!r}; name the module before the function"
         )
@@ -83,8 +85,11 @@ def load_hook(path: str, kind: HookKind) -> Callable[..., Any]:
 
 def accepts_evaluation(generate: Callable[..., Any]) -> bool:
     """Whether a generate hook takes the optional `evaluation` argument."""
-    parameters = inspect.signature(generate).parameters.values()
-    return any(p.name == "evaluation" or p.kind is p.VAR_KEYWORD for p in parameters)
+    return _accepts(inspect.signature(generate), "evaluation")
+
+
+def _accepts(signature: inspect.Signature, name: str) -> bool:
+    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
 
 
 def _import(module_name: str, path: str, contract: _Contract) -> ModuleType:
@@ -115,7 +120,9 @@ def _where_it_was_sought(module_name: str) -> str:
 
 
 def _search_path() -> list[str]:
-    return [entry for entry in sys.path if "site-packages" not in entry and not entry.endswith((".zip", "lib-dynload"))]
+    """The folders of sys.path where hooks of a user may be: neither the standard library nor installed packages."""
+    libraries = (sysconfig.get_path("stdlib"), sys.base_prefix, sysconfig.get_path("purelib"))
+    return [entry for entry in sys.path if not entry.startswith(libraries)]
 
 
 def _modules_in(folder: str) -> list[str]:
@@ -147,8 +154,9 @@ def _check_shape(hook: Callable[..., Any], path: str, contract: _Contract) -> No
             f"{contract.flag} {path}: expected `{wanted}`, found `{found}`; its shape must be `{contract.signature}`"
         )
     signature = inspect.signature(hook)
+    keywords = [*contract.keywords, *(name for name in contract.optional if _accepts(signature, name))]
     try:
-        signature.bind(*range(contract.positional), **dict.fromkeys(contract.keywords))
+        signature.bind(*range(contract.positional), **dict.fromkeys(keywords))
     except TypeError as error:
         raise ValueError(
             f"{contract.flag} {path}: expected `{contract.signature}`, found `{path}{signature}` ({error})"

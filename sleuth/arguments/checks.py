@@ -163,6 +163,8 @@ def _loss(args: Args) -> Iterator[str]:
             "--use-kl-loss needs the frozen reference, found no --ref-load; convert the model with "
             "tools/convert_hf_to_torch_dist.py and pass its folder as --ref-load, or drop --use-kl-loss"
         )
+    if args.loss_type == "policy" and not args.custom_rm_path:
+        yield "--custom-rm-path is required: name the reward hook, for example generate_with_search.reward_func"
     if args.custom_tis_function_path and not (args.use_tis or args.custom_config.get("use_rs")):
         yield (
             "--custom-tis-function-path has no effect without --use-tis (or use_tis / use_rs in --custom-config-path); "

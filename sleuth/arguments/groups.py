@@ -55,7 +55,7 @@ class CheckpointArgs(Group):
     )
     load: Path | None = Field(
         None,
-        description="torch_dist checkpoint to resume from; it may be the folder of --save, and then need not exist yet.",
+        description="torch_dist checkpoint to resume from; the folder of --save may still be empty.",
     )
     save: Path | None = Field(None, description="Folder for checkpoints; without it nothing is saved.")
     save_interval: PositiveInt = Field(20, description="Steps between checkpoints; the last step is always saved.")
@@ -181,13 +181,15 @@ class EngineArgs(Group):
 class HookArgs(Group):
     """Hooks: plain functions, named as module.function"""
 
-    custom_generate_function_path: str = Field(
-        "generate_with_search.generate",
-        description="async generate(args, sample, sampling_params[, evaluation]) -> Sample: makes one trajectory.",
+    custom_generate_function_path: str | None = Field(
+        None,
+        description="async generate(args, sample, sampling_params[, evaluation]) -> Sample: makes one trajectory "
+        "[one generation, no environment].",
     )
-    custom_rm_path: str = Field(
-        "generate_with_search.reward_func",
-        description="async reward_func(args, sample, **kwargs) -> float or dict of components: scores one trajectory.",
+    custom_rm_path: str | None = Field(
+        None,
+        description="async reward_func(args, sample, **kwargs) -> float or dict of components: scores one trajectory. "
+        "Required, but for supervised training.",
     )
     custom_tis_function_path: str | None = Field(
         None,
@@ -197,8 +199,8 @@ class HookArgs(Group):
     )
     custom_config_path: list[Path] = Field(
         default_factory=list,
-        description="YAML files with values for any flag (keys with _ or -), merged before validation: the command line "
-        "wins over them, a later file over an earlier one. The sections search_r1 and custom go to the hooks.",
+        description="YAML files with values for any flag (keys with _ or -), merged before validation: the command "
+        "line wins over them, a later file over an earlier one. The sections search_r1 and custom go to the hooks.",
     )
     custom_config: dict[str, Any] = Field(
         default_factory=dict, exclude_if=lambda value: not value, description="The hooks' own part of those files."

@@ -118,6 +118,7 @@ def _split(model: type[Group], argv: Sequence[str]) -> dict[str, Any]:
 def build_parser(model: type[Group] = Args) -> argparse.ArgumentParser:
     """An argparse parser with one argument group for each group of `model`."""
     parser = _Parser(
+        usage="%(prog)s [flags]",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawTextHelpFormatter,
@@ -138,8 +139,8 @@ def groups_of(model: type[Group]) -> list[type[Group]]:
 
 def _argument(field: FieldInfo) -> dict[str, Any]:
     kind = _plain_type(field.annotation)
-    default = field.get_default()
-    shown = "" if default is None or default is False or field.is_required() else f" [{_show(default)}]"
+    default = None if field.is_required() or field.default_factory else field.default
+    shown = "" if default is None or default is False else f" [{_show(default)}]"
     options: dict[str, Any] = {"help": f"{field.description}{shown}".replace("%", "%%")}
     if kind is bool:
         return {**options, "action": argparse.BooleanOptionalAction}
