@@ -87,11 +87,15 @@ class _Limits:
 
 
 def _plan_balanced(limits: _Limits, num_ranks: int) -> list[list[Bin]]:
+    """As many micro-batches a rank as best fit needs, or one less where an even spread gets by with it."""
     everything = range(len(limits.lengths))
-    fewest = _best_fit_decreasing(limits, everything)
-    per_rank = -(-len(fewest) // num_ranks)
-    batches = _spread(limits, everything, per_rank * num_ranks) or _split(limits, fewest, per_rank * num_ranks)
-    return _deal(limits, batches, num_ranks)
+    best_fit = _best_fit_decreasing(limits, everything)
+    enough = -(-len(best_fit) // num_ranks)
+    for per_rank in (max(enough - 1, 1), enough):
+        batches = _spread(limits, everything, per_rank * num_ranks)
+        if batches is not None:
+            return _deal(limits, batches, num_ranks)
+    return _deal(limits, _split(limits, best_fit, enough * num_ranks), num_ranks)
 
 
 def _plan_round_robin(limits: _Limits, num_ranks: int) -> list[list[Bin]]:
