@@ -31,13 +31,13 @@ class Panel:
 
 
 EVALUATION_PANELS = (
-    Panel("Exact match at T = 1, held out", "/t1.0/em", "share"),
-    Panel("Exact match, greedy, held out", "/greedy/em", "share"),
-    Panel("Valid format at T = 1, held out", "/t1.0/format", "share"),
-    Panel("Searches per question at T = 1", "/t1.0/searches"),
+    Panel("Exact match at T = 1 (held out)", "/t1.0/em", "share"),
+    Panel("Exact match, greedy (held out)", "/greedy/em", "share"),
+    Panel("Valid format at T = 1 (held out)", "/t1.0/format", "share"),
+    Panel("Searches at T = 1 (held out)", "/t1.0/searches", "per question"),
 )
 TRAINING_PANELS = (
-    Panel("Reward of the training samples", "reward/mean"),
+    Panel("Reward, training", "reward/mean"),
     Panel("Valid format, training", "reward/valid_format", "share"),
     Panel("Response length", "rollout/response_length/mean", "tokens"),
     Panel("KL to the reference", "train/kl_loss", "nats"),
@@ -46,7 +46,7 @@ TRAINING_PANELS = (
 )
 PANELS = (*EVALUATION_PANELS, *TRAINING_PANELS)
 
-_COLUMNS = 4
+_COLUMNS = 5
 _COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8d6a9f", "#c08497")
 _NOT_LOGGED = "not logged in this run"
 
@@ -82,15 +82,14 @@ def panel_series(lines: list[MetricsLine], panel: Panel) -> tuple[list[int], lis
 
 def _draw(runs: dict[str, list[MetricsLine]], png: str | Path) -> None:
     rows = -(-len(PANELS) // _COLUMNS)
-    figure, axes = plt.subplots(rows, _COLUMNS, figsize=(3.6 * _COLUMNS, 2.7 * rows), layout="constrained")
+    figure, axes = plt.subplots(rows, _COLUMNS, figsize=(3.1 * _COLUMNS, 2.6 * rows), layout="constrained")
     for ax, panel in zip(axes.flat, PANELS, strict=False):
         _draw_panel(ax, panel, runs)
-    spare = list(axes.flat)[len(PANELS) :]
-    for ax in spare:
-        ax.axis("off")
+    for spare in list(axes.flat)[len(PANELS) :]:
+        spare.axis("off")
     if len(runs) > 1:
         handles, names = axes.flat[0].get_legend_handles_labels()
-        (spare[0] if spare else figure).legend(handles, names, loc="center" if spare else "outside lower center")
+        figure.legend(handles, names, loc="outside lower center", ncols=len(names))
     Path(png).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png, dpi=110)
     plt.close(figure)

@@ -1,0 +1,44 @@
+"""Draws the curves of several runs into one PNG.
+
+    python tools/plot_runs.py runs/demo/a runs/demo/b --output docs/images/demo_curves.png
+
+Runs are named by the seed that their configuration holds, or by their folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sleuth.metrics.plots import plot_runs
+from tools.demo_report import read_configuration
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dirs", type=Path, nargs="+", help="folders with a metrics.jsonl")
+    parser.add_argument("--output", type=Path, required=True, help="the PNG to write")
+    parser.add_argument("--labels", nargs="+", help="a name for each run")
+    options = parser.parse_args(argv)
+    missing = [str(run) for run in options.run_dirs if not (run / "metrics.jsonl").is_file()]
+    if missing:
+        parser.error(f"expected a metrics.jsonl in every folder, found none in {', '.join(missing)}")
+    labels = options.labels or default_labels(options.run_dirs)
+    if len(labels) != len(options.run_dirs):
+        parser.error(f"expected {len(options.run_dirs)} labels, one a run, found {len(labels)}")
+    plot_runs([run / "metrics.jsonl" for run in options.run_dirs], options.output, labels)
+    return 0
+
+
+def default_labels(run_dirs: Sequence[Path]) -> list[str]:
+    """`seed 1`, ... if the runs' seeds differ, else the folders' names."""
+    seeds = [read_configuration(run).get("seed") for run in run_dirs]
+    if None not in seeds and len(set(seeds)) == len(seeds):
+        return [f"seed {seed}" for seed in seeds]
+    return [run.resolve().name for run in run_dirs]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
