@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
 from sleuth.metrics.jsonl import MetricsLine, read_metrics
 from sleuth.metrics.plots import evaluation_metric, plot_run
+from sleuth.metrics.run_dir import read_configuration
 
 EXACT_MATCH_GOAL = 0.25
 """By how much exact match at temperature 1 has to rise."""
@@ -52,12 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     plot_run(metrics_file, options.run_dir / "curves.png")
     show(summary, options.run_dir, Console())
     return 1 if options.require_goal and summary["goal"]["reached"] is not True else 0
-
-
-def read_configuration(run_dir: Path) -> dict[str, Any]:
-    """The resolved configuration that the run saved; empty if it did not."""
-    path = run_dir / "config.yaml"
-    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def summarize(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sleuth.metrics.plots import plot_runs
-from tools.demo_report import read_configuration
+from sleuth.metrics.run_dir import read_configuration
 
 
 def main(argv: Sequence[str] | None = None) -> int:
