@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import sys
 import time
-from datetime import UTC, datetime
-from pathlib import Path
 
-from sleuth.arguments import Args, check_files, parse_args
+from rich.console import Console
+
+from sleuth.arguments import Args, check_files, check_model, config_table, parse_args_or_exit, read_hf_config
 from sleuth.cluster.logs import configure_logging
 from sleuth.cluster.run import Run, start_run
 from sleuth.metrics.tracker import Tracker
+from sleuth.rollout.loop import load_hooks
 
 
 def train(args: Args, run: Run, tracker: Tracker) -> None:
@@ -48,13 +49,19 @@ def is_due(step: int, interval: int | None, last: int) -> bool:
     return interval is not None and (step % interval == 0 or step == last)
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
-    check_files(args)
-    run_dir = Path(args.run_dir or f"runs/{datetime.now(UTC):%Y%m%d-%H%M%S}").resolve()
-    run_dir.mkdir(parents=True, exist_ok=True)
+def main() -> None:
+    args: Args = parse_args_or_exit()
+    try:
+        check_files(args)
+        args = check_model(args, read_hf_config(args))
+        if args.loss_type != "sft":
+            load_hooks(args)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    run_dir = args.run_dir.resolve()
     configure_logging(run_dir, "driver")
-    args.save_yaml(run_dir / "config.yaml")
+    args.write(run_dir / "config.yaml")
+    Console().print(config_table(args))
     with start_run(args, run_dir) as run, Tracker(args, run_dir, first_step=run.steps_done + 1) as tracker:
         train(args, run, tracker)
 

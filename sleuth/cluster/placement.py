@@ -31,18 +31,12 @@ def ray_session(args: Args) -> Iterator[None]:
         ray.init(address=address, log_to_driver=True)
     else:
         # Slots, not cores: a laptop may hold more ranks than cores, and they take turns.
-        slots = max(os.cpu_count() or 1, sum(device_counts(args))) + 1
+        slots = max(os.cpu_count() or 1, args.total_gpus) + 1
         ray.init(address="local", num_cpus=slots, include_dashboard=False, log_to_driver=True, configure_logging=False)
     try:
         yield
     finally:
         ray.shutdown()
-
-
-def device_counts(args: Args) -> tuple[int, int]:
-    """How many devices the trainer and the engines use."""
-    trainer = args.actor_num_nodes * args.actor_num_gpus_per_node
-    return trainer, args.rollout_num_gpus or trainer
 
 
 def cluster_has_gpus() -> bool:
@@ -83,8 +77,8 @@ class Placement:
 
 def place(args: Args) -> Placement:
     """Reserve the devices. Raises RuntimeError when the cluster does not have them."""
-    trainer, engines = device_counts(args)
-    count = max(trainer, engines) if args.colocate else trainer + engines
+    trainer, count = args.actor_world_size, args.total_gpus
+    engines = args.num_engines * args.rollout_num_gpus_per_engine
     on_gpu = cluster_has_gpus()
     bundle: dict[str, float] = {"CPU": 1, "GPU": 1} if on_gpu else {"CPU": 1}
     group = placement_group([bundle] * count, strategy="PACK")
@@ -99,7 +93,8 @@ def place(args: Args) -> Placement:
             "or add nodes"
         ) from None
     devices = _devices(group, count, on_gpu)
-    return Placement(group, devices[:trainer], devices[:engines] if args.colocate else devices[trainer:])
+    first_engine = 0 if args.colocate else trainer
+    return Placement(group, devices[:trainer], devices[first_engine : first_engine + engines])
 
 
 def _devices(group: PlacementGroup, count: int, on_gpu: bool) -> list[Device]:

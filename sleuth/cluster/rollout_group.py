@@ -10,9 +10,10 @@ import ray
 
 from sleuth.arguments import Args
 from sleuth.cluster.logs import configure_logging
-from sleuth.cluster.placement import Placement
+from sleuth.cluster.placement import Device, Placement
 from sleuth.cluster.train_group import TrainGroup
 from sleuth.engine.actor import EngineActor
+from sleuth.engine.server import EngineConfig
 from sleuth.rollout.manager import RolloutManager, StepData, SupervisedManager
 
 logger = logging.getLogger(__name__)
@@ -38,10 +39,10 @@ class RolloutGroup:
     def __init__(self, args: Args, run_dir: Path, placement: Placement) -> None:
         self.args, self.run_dir = args, run_dir
         per_engine = args.rollout_num_gpus_per_engine
-        remote = ray.remote(EngineActor)
+        remote: Any = ray.remote(EngineActor)
         firsts = placement.engines[::per_engine]
         self._engines = [
-            remote.options(**placement.options(device)).remote(args, run_dir, index, device.gpu_id)
+            remote.options(**placement.options(device)).remote(engine_config(args, run_dir, index, device))
             for index, device in enumerate(firsts)
         ]
         self._on_gpu = firsts[0].gpu_id is not None
@@ -50,7 +51,7 @@ class RolloutGroup:
     def wait_until_ready(self, state: dict[str, Any]) -> None:
         """Wait for the engines, then start the manager with the state of the checkpoint."""
         self.urls: list[str] = ray.get(self._starting)
-        manager = ray.remote(RolloutActor).options(num_cpus=0)
+        manager: Any = ray.remote(RolloutActor).options(num_cpus=0)
         self._manager = manager.remote(self.args, self.run_dir, self.urls, state)
         self._probe_ids: list[int] = ray.get(self._manager.probe_ids.remote())
 
@@ -67,8 +68,7 @@ class RolloutGroup:
         SyncError when it exceeds `--max-logprob-diff`.
         """
         trainer.push_weights(self.urls, str(version))
-        temperature = self.args.rollout_temperature
-        expected = trainer.log_probs(self._probe_ids, temperature)
+        expected = trainer.log_probs(self._probe_ids)
         difference = max(
             abs(found - wanted)
             for log_probs in ray.get(self._manager.probe_engines.remote())
@@ -101,6 +101,23 @@ class RolloutGroup:
             ray.get([engine.stop.remote() for engine in self._engines], timeout=STOP_TIMEOUT_SECONDS)
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("an engine did not stop by itself: %s", error)
+
+
+def engine_config(args: Args, run_dir: Path, index: int, device: Device) -> EngineConfig:
+    """How engine `index` is started, its first GPU being `device`."""
+    return EngineConfig(
+        model_path=args.hf_checkpoint,
+        seed=args.seed + index,
+        dtype=args.sglang_dtype or args.dtype,
+        log_path=run_dir / "logs" / f"engine_{index}.log",
+        context_length=args.rollout_max_context_len,
+        max_total_tokens=args.sglang_max_total_tokens,
+        max_running_requests=args.rollout_max_concurrency,
+        tensor_parallel_size=args.rollout_num_gpus_per_engine,
+        base_gpu_id=device.gpu_id or 0,
+        mem_fraction_static=args.sglang_mem_fraction_static,
+        enable_memory_saver=args.colocate,
+    )
 
 
 class SupervisedGroup:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,12 @@ class TrainActor:
         self.trainer = Trainer(self.args)
         return self.trainer.next_step, self.trainer.rollout_state
 
-    def train(self, shards: Sequence[ray.ObjectRef[list[OptimizerStepBatch]]]) -> dict[str, float]:
-        return self.trainer.train(ray.get(shards[self.trainer.data_parallel_rank]))
+    def train(self, shards: Sequence[ray.ObjectRef]) -> dict[str, float]:
+        shard: list[OptimizerStepBatch] = ray.get(shards[self.trainer.data_parallel_rank])
+        return self.trainer.train(shard)
 
-    def log_probs(self, token_ids: list[int], temperature: float) -> list[float]:
-        return self.trainer.log_probs(token_ids, temperature)
+    def log_probs(self, token_ids: list[int]) -> list[float]:
+        return self.trainer.log_probs(token_ids, temperature=1.0)
 
     def push_weights(self, engine_urls: list[str], version: str) -> None:
         """Gather the weights (all ranks) and send them to every engine (rank 0)."""
@@ -50,9 +52,9 @@ class TrainActor:
 
         weights = self.trainer.hf_weights()
         if self.rank == 0:
-            push_weights(engine_urls, weights, version)
-        for _ in weights:  # the gathers are collective: every rank takes part to the end
-            pass
+            push_weights(engine_urls, weights, version, tensor_parallel_size=self.args.rollout_num_gpus_per_engine)
+        else:  # the gathers are collective: every rank takes part to the end
+            deque(weights, maxlen=0)
 
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
         self.trainer.save(step, rollout_state)
@@ -63,7 +65,7 @@ class TrainGroup:
 
     def __init__(self, args: Args, run_dir: Path, placement: Placement) -> None:
         self.args = args
-        remote = ray.remote(TrainActor)
+        remote: Any = ray.remote(TrainActor)
         env = {"TORCHDYNAMO_DISABLE": "1"} if placement.trainer[0].gpu_id is None else {}
         world_size = len(placement.trainer)
         self._actors = [
@@ -85,8 +87,9 @@ class TrainGroup:
     def push_weights(self, engine_urls: list[str], version: str) -> None:
         ray.get([actor.push_weights.remote(engine_urls, version) for actor in self._actors])
 
-    def log_probs(self, token_ids: list[int], temperature: float) -> list[float]:
-        return ray.get([actor.log_probs.remote(token_ids, temperature) for actor in self._actors])[0]
+    def log_probs(self, token_ids: list[int]) -> list[float]:
+        """Log-probabilities (nats, temperature 1) of each id but the first."""
+        return ray.get([actor.log_probs.remote(token_ids) for actor in self._actors])[0]
 
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
         ray.get([actor.save.remote(step, rollout_state) for actor in self._actors])

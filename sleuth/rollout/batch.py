@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from sleuth.algo.advantages import group_advantages
-from sleuth.algo.batch import OptimizerStepBatch, split_optimizer_steps
-from sleuth.algo.packing import plan_micro_batches
+from sleuth.algo.batch import OptimizerStepBatch, plan_optimizer_steps
+from sleuth.algo.context_parallel import pad_multiple
 from sleuth.arguments import Args
 from sleuth.sample import Sample, TrainSample
 
@@ -33,31 +33,21 @@ def _train_sample(sample: Sample, advantage: float) -> TrainSample:
     )
 
 
-def data_parallel_size(args: Args) -> int:
-    """How many model replicas train on different samples."""
-    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
-    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    return ranks // model
-
-
 def shard_batch(args: Args, samples: list[TrainSample]) -> list[list[OptimizerStepBatch]]:
     """What each data-parallel rank trains on: `[rank][optimizer step]`.
 
     Samples are cut into optimizer steps of `--global-batch-size`, each step into micro-batches of at
     most `--max-tokens-per-gpu` (times the context-parallel size) or of `--micro-batch-size` samples.
     """
-    ranks = data_parallel_size(args)
-    shards: list[list[OptimizerStepBatch]] = [[] for _ in range(ranks)]
-    for step in split_optimizer_steps(samples, args.global_batch_size):
-        plan = plan_micro_batches(
-            [len(sample.token_ids) for sample in step],
-            num_ranks=ranks,
-            max_tokens=args.max_tokens_per_gpu * args.context_parallel_size if args.use_dynamic_batch_size else None,
-            micro_batch_size=None if args.use_dynamic_batch_size else args.micro_batch_size,
-            balance=args.balance_data,
-        )
-        num_tokens = sum(sum(sample.loss_mask) for sample in step)
-        for shard, micro_batches in zip(shards, plan, strict=True):
-            picked = [[step[i] for i in micro_batch] for micro_batch in micro_batches]
-            shard.append(OptimizerStepBatch(picked, num_samples=len(step), num_tokens=num_tokens))
-    return shards
+    dynamic = args.use_dynamic_batch_size
+    return plan_optimizer_steps(
+        samples,
+        global_batch_size=args.global_batch_size,
+        num_ranks=args.data_parallel_size,
+        max_tokens=args.max_tokens_per_gpu * args.context_parallel_size if dynamic else None,
+        micro_batch_size=None if dynamic else args.micro_batch_size,
+        balance=args.balance_data,
+        pad_multiple=pad_multiple(
+            args.context_parallel_size, args.tensor_model_parallel_size if args.sequence_parallel else 1
+        ),
+    )

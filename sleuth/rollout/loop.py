@@ -7,30 +7,22 @@ the resource is: by the engine client and by the hook's search client, not here.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from sleuth.arguments import Args
+from sleuth.data import PromptRow
+from sleuth.hooks import accepts_evaluation, load_hook
 from sleuth.sample import Sample, SampleStatus, TokenTrace
 
 logger = logging.getLogger(__name__)
 
 UNUSABLE = (SampleStatus.FAILED, SampleStatus.ABORTED)
-
-
-class PromptRow(Protocol):
-    """What the loop needs of a row of prompt data."""
-
-    prompt: Any
-    prompt_ids: list[int]
-    label: Any
-    metadata: dict[str, Any]
 
 
 class RolloutError(RuntimeError):
@@ -44,6 +36,16 @@ class Hooks:
     generate: Callable[..., Awaitable[Sample]]
     reward: Callable[..., Awaitable[float | dict[str, float]]]
     keep_group: Callable[[Args, list[Sample]], bool] | None = None
+
+
+def load_hooks(args: Args) -> Hooks:
+    """The hooks that the flags name; ValueError for one that is not there or has another signature."""
+    keep = args.dynamic_sampling_filter_path
+    return Hooks(
+        generate=load_hook(args.custom_generate_function_path, "generate"),
+        reward=load_hook(args.custom_rm_path, "reward"),
+        keep_group=load_hook(keep, "filter") if keep else None,
+    )
 
 
 @dataclass(slots=True)
@@ -97,7 +99,7 @@ class GenerationLoop:
     def __init__(self, args: Args, hooks: Hooks) -> None:
         self.args = args
         self.hooks = hooks
-        self._takes_evaluation = "evaluation" in inspect.signature(hooks.generate).parameters
+        self._takes_evaluation = accepts_evaluation(hooks.generate)
 
     async def rollout(self, next_rows: Callable[[int], Sequence[PromptRow]]) -> Rollout:
         """Generate and score `rollout_batch_size` groups; `next_rows(n)` gives the next prompts.

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from sleuth.algo.batch import OptimizerStepBatch
 from sleuth.arguments import Args, check_tokenizer
 from sleuth.data import PromptStream, load_rows, load_sft_rows
-from sleuth.hooks import load_hook
-from sleuth.metrics.rollout import evaluation_metrics, rollout_metrics
+from sleuth.metrics.rollout import evaluation_metrics, evaluation_name, rollout_metrics
 from sleuth.metrics.trajectories import write_trajectories
-from sleuth.rollout import single_turn
 from sleuth.rollout.batch import shard_batch, train_samples
 from sleuth.rollout.context import RolloutContext, use_rollout_context
-from sleuth.rollout.engine_client import EngineClient
-from sleuth.rollout.loop import GenerationLoop, Hooks
+from sleuth.rollout.engine_client import EngineClient, embedding_size
+from sleuth.rollout.loop import GenerationLoop, load_hooks
 
 PROBE_TOKENS = 256
 
@@ -43,17 +42,17 @@ class RolloutManager:
     def __init__(self, args: Args, run_dir: Path, engine_urls: list[str], state: dict[str, Any]) -> None:
         self.args, self.run_dir = args, run_dir
         self.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
-        vocab_size = AutoConfig.from_pretrained(args.hf_checkpoint).vocab_size
-        check_tokenizer(self.tokenizer, vocab_size)
+        self.vocab_size = embedding_size(args.hf_checkpoint)
+        check_tokenizer(self.tokenizer, self.vocab_size)
         self.rows = load_rows(args.prompt_data, args, self.tokenizer)
         self.stream = PromptStream(self.rows, seed=args.seed, shuffle=args.rollout_shuffle)
         if state:
             self.stream.load_state_dict(state["stream"])
         self.eval_rows = {
-            name: load_rows(path, args, self.tokenizer, evaluation=True) for name, path in args.eval_datasets
+            name: load_rows(path, args, self.tokenizer, evaluation=True) for name, path in args.eval_sets.items()
         }
-        self.engine = EngineClient(engine_urls, max_concurrency=args.rollout_max_concurrency, vocab_size=vocab_size)
-        self.loop = GenerationLoop(args, _load_hooks(args))
+        self.engine = self._client(engine_urls)
+        self.loop = GenerationLoop(args, load_hooks(args))
         # One event loop for the whole run: the hooks' HTTP sessions live as long as it does.
         self._runner = asyncio.Runner()
 
@@ -78,7 +77,7 @@ class RolloutManager:
         start = time.perf_counter()
         for name, rows in self.eval_rows.items():
             for temperature in self.args.eval_temperature:
-                label = f"{name}/{'greedy' if temperature == 0 else f't{temperature:.1f}'}"
+                label = evaluation_name(name, temperature)
                 with use_rollout_context(RolloutContext(self.engine, self.tokenizer)):
                     samples = self._runner.run(self.loop.evaluate(rows, temperature))
                 metrics |= evaluation_metrics(samples, label)
@@ -91,8 +90,18 @@ class RolloutManager:
         return self.rows[0].prompt_ids[:PROBE_TOKENS]
 
     def probe_engines(self) -> list[list[float]]:
-        """Each engine's log-probabilities of the probe's tokens after the first, in nats."""
-        return self._runner.run(self.engine.score_all(self.probe_ids(), self.args.rollout_temperature))
+        """Each engine's log-probabilities of the probe's tokens after the first, in nats, at temperature 1."""
+        return self._runner.run(self._score_everywhere(self.probe_ids()))
+
+    async def _score_everywhere(self, ids: list[int]) -> list[list[float]]:
+        async def score(url: str) -> list[float]:
+            async with self._client([url]) as engine:
+                return await engine.score(ids)
+
+        return await asyncio.gather(*map(score, self.engine.urls))
+
+    def _client(self, urls: Sequence[str]) -> EngineClient:
+        return EngineClient(urls, max_concurrency=self.args.rollout_max_concurrency, vocab_size=self.vocab_size)
 
     def state_dict(self) -> dict[str, Any]:
         return {"stream": self.stream.state_dict()}
@@ -114,7 +123,7 @@ class SupervisedManager:
     def __init__(self, args: Args, state: dict[str, Any]) -> None:
         self.args = args
         tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
-        check_tokenizer(tokenizer, AutoConfig.from_pretrained(args.hf_checkpoint).vocab_size)
+        check_tokenizer(tokenizer, embedding_size(args.hf_checkpoint))
         self.stream = load_sft_rows(args.prompt_data, tokenizer, seed=args.seed, shuffle=args.rollout_shuffle)
         if state:
             self.stream.load_state_dict(state["stream"])
@@ -128,14 +137,3 @@ class SupervisedManager:
 
     def state_dict(self) -> dict[str, Any]:
         return {"stream": self.stream.state_dict()}
-
-
-def _load_hooks(args: Args) -> Hooks:
-    path = args.custom_generate_function_path
-    return Hooks(
-        generate=load_hook(path, "generate") if path else single_turn.generate,
-        reward=load_hook(args.custom_rm_path, "reward"),
-        keep_group=load_hook(args.dynamic_sampling_filter_path, "filter")
-        if args.dynamic_sampling_filter_path
-        else None,
-    )
