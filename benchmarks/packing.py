@@ -1,6 +1,6 @@
 """How full micro-batches are, and how evenly ranks are loaded, beside plain first fit.
 
-    python benchmarks/packing.py [--ranks 8] [--samples 256] [--max-tokens 9216] [--trials 20]
+    python -m benchmarks.packing [--ranks 8] [--samples 256] [--max-tokens 9216] [--trials 20]
 
 Reference: first fit in the order of arrival, bins dealt to ranks in turn, the short ranks filled up with
 empty micro-batches. Bin fill: tokens over what all micro-batches could hold (higher is better). Slowest

@@ -42,6 +42,27 @@ def group_advantages(rewards: Tensor, *, normalize_std: bool) -> Tensor:
     return advantages.masked_fill(equal[:, None], 0.0).to(_float_type(rewards))
 
 
+def step_advantages(rewards: Tensor, tokens: Tensor) -> Tensor:
+    """Rewards [G, n] normalised over all trained tokens of the step; `tokens` [G, n] counts a sample's.
+
+    A = (r - mean) / (std + 1e-6), both over tokens, each with its sample's reward: REINFORCE++ (Hu 2025,
+    arXiv 2501.03262) with a discount of 1 and the KL penalty in the loss, not the reward. Of rewards whose group mean
+    was subtracted before, it is the baseline form. Exactly 0 where all samples that have trained tokens
+    have one reward, and for a sample without any. Raises ValueError as `group_advantages` does, or for
+    another shape of `tokens`.
+    """
+    _check_rewards(rewards)
+    if tokens.shape != rewards.shape:
+        raise ValueError(f"expected tokens of shape {list(rewards.shape)}, found {list(tokens.shape)}")
+    trained = rewards[tokens > 0]
+    if trained.numel() == 0 or bool((trained == trained[0]).all()):
+        return torch.zeros_like(rewards, dtype=_float_type(rewards))
+    exact, weights = rewards.double(), tokens.double() / tokens.sum()
+    centered = exact - (exact * weights).sum()
+    deviation = (centered.square() * weights).sum().sqrt()
+    return (centered / (deviation + STD_EPSILON)).masked_fill(tokens == 0, 0.0).to(_float_type(rewards))
+
+
 def _check_rewards(rewards: Tensor) -> None:
     if rewards.dim() != 2 or 0 in rewards.shape:
         raise ValueError(f"expected rewards [groups, samples of a group], found the shape {list(rewards.shape)}")

@@ -25,8 +25,8 @@ MAX_LOW_VAR_KL = 10.0
 class PolicyLoss(NamedTuple):
     """What a policy loss knows of each token; all [T], zero (False) at masked tokens.
 
-    loss: to be minimised, carries the gradient. clipped: where a bound cut the gradient to zero (or,
-    for losses that clip only a weight, bounded it). ratio: new over old probability, no gradient.
+    loss: to be minimised, carries the gradient. clipped: where a bound cut the gradient to zero, or
+    lowered it (CISPO). ratio: new over old probability, no gradient.
     """
 
     loss: Tensor
@@ -52,7 +52,7 @@ def policy_loss(
     """
     log_probs, old_log_probs, advantages = _select(mask, log_probs, old_log_probs.detach(), advantages.detach())
     return surrogate_loss(
-        _bounded(log_probs - old_log_probs).exp(),
+        bounded(log_probs - old_log_probs).exp(),
         advantages,
         eps_clip=eps_clip,
         eps_clip_high=eps_clip_high,
@@ -102,7 +102,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: KLKind, *, mask:
         return difference
     if kind == "k2":
         return difference.square() / 2
-    difference = _bounded(difference)
+    difference = bounded(difference)
     # expm1 keeps the estimate from going below zero by cancellation where the difference is tiny.
     k3 = torch.expm1(-difference) + difference
     return k3.clamp(max=MAX_LOW_VAR_KL) if kind == "low_var_kl" else k3
@@ -119,7 +119,7 @@ def truncated_importance_weights(
     if not 0.0 <= low <= high:
         raise ValueError(f"expected 0 <= low <= high for importance weights, found low={low}, high={high}")
     train, rollout = _select(mask, train_log_probs.detach(), rollout_log_probs.detach())
-    return masked(_bounded(train - rollout).exp().clamp(low, high), mask)
+    return masked(bounded(train - rollout).exp().clamp(low, high), mask)
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
@@ -132,12 +132,13 @@ def masked(values: Tensor, mask: Tensor | None, fill: float = 0.0) -> Tensor:
     return values if mask is None else values.masked_fill(mask == 0, fill)
 
 
+def bounded(log_ratio: Tensor) -> Tensor:
+    """`log_ratio` within [-20, 20] nats, so that its exponential is finite; no gradient beyond."""
+    return log_ratio.clamp(-MAX_EXPONENT, MAX_EXPONENT)
+
+
 def _select(mask: Tensor | None, *values: Tensor) -> tuple[Tensor, ...]:
     return tuple(masked(value, mask) for value in values)
-
-
-def _bounded(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_EXPONENT, MAX_EXPONENT)
 
 
 def _policy_loss(loss: Tensor, clipped: Tensor, ratio: Tensor, mask: Tensor | None) -> PolicyLoss:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sleuth.algo.advantages import count_equal_groups, equal_groups, group_advantages
+from sleuth.algo.advantages import count_equal_groups, equal_groups, group_advantages, step_advantages
 
 groups = st.integers(1, 9).flatmap(
     lambda n: st.lists(st.lists(st.floats(-10, 10), min_size=n, max_size=n), min_size=1, max_size=5)
@@ -77,3 +77,30 @@ def test_reward_that_is_not_finite_is_named(bad):
 def test_wrong_shape_is_named(shape):
     with pytest.raises(ValueError, match="shape"):
         group_advantages(torch.zeros(shape), normalize_std=True)
+
+
+def step_reference(rewards: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    per_token = np.repeat(rewards.ravel(), tokens.ravel())
+    out = (rewards - per_token.mean()) / (per_token.std() + 1e-6)
+    return np.where(tokens > 0, out, 0.0)
+
+
+def test_step_advantages_equal_numpy_over_tokens():
+    rng = np.random.default_rng(0)
+    rewards, tokens = rng.normal(0, 1, (5, 4)), rng.integers(0, 50, (5, 4))
+    found = step_advantages(torch.tensor(rewards), torch.tensor(tokens))
+    np.testing.assert_allclose(found.numpy(), step_reference(rewards, tokens), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "tokens"),
+    [([[0.1] * 3, [0.1] * 3], [[1, 2, 3], [4, 5, 6]]), ([[1.0, 0.1, 0.1]], [[0, 7, 9]]), ([[0.0, 1.0]], [[0, 0]])],
+)
+def test_step_advantages_are_exactly_zero_without_a_signal(rewards, tokens):
+    found = step_advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(tokens))
+    assert (found == 0).all()
+
+
+def test_step_advantages_need_a_count_a_sample():
+    with pytest.raises(ValueError, match=r"expected tokens of shape \[1, 2\], found \[2\]"):
+        step_advantages(torch.zeros(1, 2), torch.ones(2))

@@ -111,6 +111,12 @@ def test_an_even_spread_that_does_not_fit_falls_back_to_best_fit():
     assert [len(rank) for rank in plan] == [1, 1]
 
 
+def test_an_even_spread_may_get_by_with_fewer_than_best_fit():
+    # Best fit makes 600 + 300 and 500 + 200 + 200 and has 200 left over.
+    (rank,) = plan_micro_batches([200, 200, 600, 300, 200, 500], num_ranks=1, max_tokens=1000)
+    assert len(rank) == 2
+
+
 def test_the_heaviest_micro_batch_comes_first():
     (rank,) = plan_micro_batches([900, 100, 700, 250], num_ranks=1, max_tokens=1000)
     sizes = [sum([900, 100, 700, 250][i] for i in batch) for batch in rank]
