@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from sleuth.sample import StopReason
-
 
 @dataclass(frozen=True, slots=True)
 class Metric:
@@ -51,10 +49,7 @@ ROLLOUT = (
     Metric(
         "rollout/status/<status>", "samples", "trajectories by status: pending, completed, truncated, aborted, failed"
     ),
-    *(
-        Metric(f"rollout/stop/{reason}", "share", "trajectories that ended so: see `StopReason` in sleuth/sample.py")
-        for reason in StopReason
-    ),
+    Metric("rollout/stop/<reason>", "share", "trajectories that ended for this reason: see the end of this page"),
     Metric("rollout/searches", "searches", "mean searches of a trajectory"),
     Metric("rollout/tokens", "tokens", "supervised training only: tokens of the step's trajectories"),
     Metric("rollout/weight_version/min", "", "oldest policy version among the samples"),
@@ -77,21 +72,32 @@ EVALUATION = (
 )
 
 TRAINING = (
-    Metric("train/loss", "", "loss of the optimizer step: policy loss + KL loss - entropy bonus"),
+    Metric(
+        "train/loss", "", "policy loss + KL loss - entropy bonus; in supervised training the smoothed cross-entropy"
+    ),
     Metric("train/pg_loss", "", "policy-gradient part of the loss"),
+    Metric("train/kl_loss", "nats", "KL estimate against the reference (`--kl-loss-type`), before its coefficient"),
+    Metric("train/entropy", "nats", "entropy of the policy"),
+    Metric("train/clip_fraction", "share", "tokens whose ratio was clipped"),
+    Metric("train/ratio_mean", "", "new over old probability"),
+    Metric("train/ppo_kl", "nats", "old minus new log-probability: how far the step's updates moved the policy"),
+    Metric("train/nll", "nats", "supervised training only: cross-entropy without smoothing"),
     Metric(
-        "train/kl_loss", "nats", "mean KL estimate against the reference (`--kl-loss-type`), before its coefficient"
+        "train/train_rollout_logprob_abs_diff",
+        "nats",
+        "trainer's against engine's log-probability, mean absolute difference over the step's samples",
     ),
-    Metric("train/entropy", "nats", "mean entropy of the policy at the trained tokens"),
+    Metric(
+        "train/rollout_logprob_abs_diff",
+        "nats",
+        "the same over a fixed probe right after the weight update, largest difference (`--max-logprob-diff`)",
+    ),
+    Metric("train/tis_weight_mean", "", "mean importance weight of the built-in correction (`--use-tis`)"),
+    Metric("train/tis_clip_fraction", "share", "tokens whose importance weight was bounded"),
     Metric("train/grad_norm", "", "gradient norm before clipping"),
-    Metric("train/clip_fraction", "share", "trained tokens whose ratio was clipped"),
-    Metric("train/ratio_mean", "", "mean of new over old probability of the trained tokens"),
     Metric("train/lr", "", "learning rate"),
-    Metric("train/tokens", "tokens", "tokens trained on (sum of the loss mask)"),
-    Metric(
-        "train/rollout_logprob_abs_diff", "nats", "engine's against trainer's log-probs of a fixed probe: largest gap"
-    ),
-    Metric("train/<name>", "", "any other number of the loss or of the custom TIS hook"),
+    Metric("train/tokens", "tokens", "tokens trained on"),
+    Metric("train/<name>", "", "any other number of the custom TIS hook"),
 )
 
 TIME = (

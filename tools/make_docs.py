@@ -1,0 +1,123 @@
+"""Writes the pages of docs/ that are tables of what the code says: metrics.md and arguments.md.
+
+python tools/make_docs.py            writes them
+python tools/make_docs.py --check    ends with status 1 if one is not current
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+from rich.console import Console
+
+from sleuth.arguments import Args
+from sleuth.arguments.checks import flag
+from sleuth.arguments.parser import NOT_FLAGS, groups_of
+from sleuth.metrics.catalog import CATALOG
+from sleuth.sample import StopReason
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+NOTE = "This page is made by `python tools/make_docs.py`; change the code, then run it."
+
+
+def metrics_page() -> str:
+    """docs/metrics.md from `sleuth.metrics.catalog`."""
+    parts = [
+        "# Metrics",
+        NOTE,
+        "Every metric goes to `metrics.jsonl` (one line a step), to TensorBoard with `--use-tensorboard` and to W&B "
+        "with `--use-wandb`, under the same name. Step 0 is the evaluation before training; training steps count from 1. "
+        "`<...>` stands for a word of the run: an evaluated set and its temperature (`demo/greedy`, `demo/t1.0`), a "
+        "component of the reward hook. A number that nothing reported is absent, not 0.",
+    ]
+    for title, metrics in CATALOG.items():
+        rows = [(f"`{metric.name}`", metric.unit or "-", metric.meaning) for metric in metrics]
+        parts += [f"## {title}", _table(("metric", "unit", "meaning"), rows)]
+    reasons = [(f"`{reason}`", text) for reason, text in member_docstrings(StopReason).items()]
+    parts += ["## Why a trajectory ends", _table(("`rollout/stop/<reason>`", "meaning"), reasons)]
+    return "\n\n".join(parts) + "\n"
+
+
+def member_docstrings(members: type[StrEnum]) -> dict[str, str]:
+    """Each member's value and the string under it, which Python itself does not keep."""
+    definition = ast.parse(inspect.getsource(members)).body[0]
+    assert isinstance(definition, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for node, following in pairwise(definition.body):
+        match node, following:
+            case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(value=ast.Constant(value=str(text))):
+                texts[members[name].value] = text
+    return texts
+
+
+def arguments_page() -> str:
+    """docs/arguments.md from the groups of `Args`."""
+    parts = [
+        "# Arguments of train.py",
+        NOTE,
+        "Every flag may also stand in a YAML file named by `--custom-config-path` (with `_` or `-`); the command line "
+        "wins. Defaults that are computed stand in brackets in the description. Booleans can be switched off with "
+        "`--no-<name>`. The resolved configuration is saved in the run's folder as `config.yaml`.",
+    ]
+    for group in groups_of(Args):
+        names = [name for name in group.__annotations__ if name in Args.model_fields and name not in NOT_FLAGS]
+        rows = [
+            (f"`{flag(name)}`", _default(Args.model_fields[name]), _text(Args.model_fields[name])) for name in names
+        ]
+        if rows:
+            parts += [f"## {(group.__doc__ or group.__name__).strip()}", _table(("flag", "default", "meaning"), rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if field.default_factory is not None or field.default is None:
+        return "-"
+    value = field.default
+    text = {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+    return f"`{text}`"
+
+
+def _text(field: FieldInfo) -> str:
+    return (field.description or "").replace("<", "&lt;")
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+PAGES = {"metrics.md": metrics_page, "arguments.md": arguments_page}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; say which pages are not current")
+    options = parser.parse_args(argv)
+    console = Console(soft_wrap=True)
+    stale = [name for name, page in PAGES.items() if not _is_current(DOCS / name, page())]
+    if options.check:
+        for name in stale:
+            console.print(f"docs/{name} is not current: run python tools/make_docs.py")
+        return 1 if stale else 0
+    for name in stale:
+        (DOCS / name).write_text(PAGES[name](), encoding="utf-8")
+        console.print(f"wrote docs/{name}")
+    return 0
+
+
+def _is_current(path: Path, page: str) -> bool:
+    return path.is_file() and path.read_text(encoding="utf-8") == page
+
+
+if __name__ == "__main__":
+    sys.exit(main())
