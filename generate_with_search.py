@@ -12,129 +12,385 @@ on its own and appended, and nothing is ever re-tokenized. What the format is wo
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import inspect
+import os
 import re
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from transformers import PreTrainedTokenizerBase
 
-OBSERVATION_HEAD = "\n\n<information>"
-OBSERVATION_TAIL = "</information>\n\n"
-LONGEST_WORD = 30
-"""A passage is cut back to a space no further than this many characters; Chinese has none, for one."""
+from google_search_server import google_search
+from local_search_server import local_search
+from qa_em_format import iter_actions, score_response
+from sleuth.rollout.context import Generation, rollout_context
+from sleuth.sample import Sample, SampleStatus, Source, StopReason
+from sleuth.search import SearchError, SearchService, format_observation, with_retries
+
+SEARCH_R1_CONFIGS: dict[str, Any] = {
+    # The conversation
+    "max_turns": 2,  # search rounds; one more generation follows, for the answer
+    "topk": 3,  # passages a search
+    "max_observation_tokens": 500,
+    "max_invalid_actions": 2,  # corrected; one more ends the trajectory
+    "return_logprob": True,
+    # The search
+    "search_backend": "local",  # local, google, or your own: "module.function" of async def search(query, topk)
+    "search_concurrency": 256,
+    "search_timeout": 60.0,  # seconds an attempt
+    "search_retries": 3,
+    "search_cache_size": 0,  # results kept; 0: none
+    "max_search_failure_rate": 0.5,  # of the last searches; above it the step stops
+    "local": {"search_url": "http://127.0.0.1:8000/retrieve", "proxy": None},
+    "google": {"api_key": "env:SERPER_API_KEY", "snippet_only": True, "proxy": None},
+    # The reward
+    "score": 1.0,
+    "format_score": 0.2,
+    "retrieval_score": 0.0,
+    "final_format_score": 0.0,
+    "answer_metric": "em",  # or f1: part of the score for part of the words
+    "keep_numbers": False,  # True: "3.5" is not "35"
+}
+"""Defaults; `--custom-config-path` overrides any of them under `search_r1:`. Keys come from the environment only."""
+
+STOP = ("</search>", "</answer>")
+CORRECTION = (
+    "\nThat was no valid action. A query goes between <search> and </search>, "
+    "a final answer between <answer> and </answer>.\n"
+)
 
 
-class Passage(NamedTuple):
-    title: str
-    text: str
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
 
 
-def to_passage(item: Any) -> Passage:
-    """A search result as title and text.
+class LocalConfig(_Section):
+    """A retrieval server."""
 
-    Takes `{"document": {"contents": ...}}`, a document itself, `{"title", "text"}`, or the contents as
-    a string, whose first line is the title, usually in quotes. Raises ValueError on anything else.
+    search_url: str
+    proxy: str | None
+
+
+class GoogleConfig(_Section):
+    """Google through serper.dev. The key is named, never held."""
+
+    api_key: str
+    snippet_only: bool
+    proxy: str | None
+
+    @field_validator("api_key")
+    @classmethod
+    def _named(cls, value: str) -> str:
+        if not re.fullmatch(r"env:[A-Za-z_][A-Za-z0-9_]*", value):
+            raise ValueError("a key belongs in an environment variable: give its name, as in env:SERPER_API_KEY")
+        return value
+
+    def key(self) -> str:
+        """The key itself; ValueError if the environment does not hold it."""
+        name = self.api_key.removeprefix("env:")
+        if not os.environ.get(name):
+            raise ValueError(
+                f"search_backend google needs a serper.dev key in {name}; export {name}=... and start again"
+            )
+        return os.environ[name]
+
+
+class SearchConfig(_Section):
+    """The typed view of SEARCH_R1_CONFIGS and what overrides it."""
+
+    max_turns: int = Field(ge=0)
+    topk: int = Field(ge=1, le=100)
+    max_observation_tokens: int = Field(ge=16)
+    max_invalid_actions: int = Field(ge=0)
+    return_logprob: Literal[True]
+    search_backend: str
+    search_concurrency: int = Field(ge=1)
+    search_timeout: float = Field(gt=0)
+    search_retries: int = Field(ge=0)
+    search_cache_size: int = Field(ge=0)
+    max_search_failure_rate: float = Field(ge=0, le=1)
+    local: LocalConfig
+    google: GoogleConfig
+    score: float
+    format_score: float
+    retrieval_score: float
+    final_format_score: float
+    answer_metric: Literal["em", "f1"]
+    keep_numbers: bool
+
+    @field_validator("search_backend")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in ("local", "google"):
+            _load_backend(value)
+        return value
+
+
+def search_config(args: Any) -> SearchConfig:
+    """SEARCH_R1_CONFIGS, overridden by `args.custom_config["search_r1"]`; ValueError says what is wrong."""
+    overrides = (getattr(args, "custom_config", None) or {}).get("search_r1") or {}
+    try:
+        return SearchConfig.model_validate(_merge(SEARCH_R1_CONFIGS, overrides))
+    except ValidationError as errors:
+        raise ValueError("search_r1: " + "; ".join(map(_explain, errors.errors()))) from None
+
+
+def _merge(defaults: Mapping[str, Any], overrides: Any) -> Any:
+    if not isinstance(overrides, Mapping):
+        return overrides
+    return {
+        **defaults,
+        **{k: _merge(defaults[k], v) if isinstance(defaults.get(k), Mapping) else v for k, v in overrides.items()},
+    }
+
+
+def _explain(error: Any) -> str:
+    path = [str(part) for part in error["loc"]]
+    if error["type"] != "extra_forbidden":
+        return f"{'.'.join(path)}: {error['msg']}"
+    known = SEARCH_R1_CONFIGS if len(path) == 1 else SEARCH_R1_CONFIGS[path[0]]
+    near = get_close_matches(path[-1], known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"unknown key {'.'.join(path)}; {hint}known are {', '.join(known)}"
+
+
+# --- Searching ---
+
+
+def _load_backend(path: str) -> Callable[..., Awaitable[Sequence[Any]]]:
+    """The user's own `async def search(query, topk)`, named as "module.function"."""
+    module_name, _, name = path.rpartition(".")
+    choices = "expected local, google, or module.function of your own async def search(query, topk)"
+    if not module_name:
+        raise ValueError(f"no search backend named {path!r}; {choices}")
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"cannot load the search backend {path!r} ({error}); {choices}") from None
+    if not inspect.iscoroutinefunction(function):
+        raise ValueError(f"the search backend {path!r} is not an async function; {choices}")
+    return function
+
+
+def _backend(config: SearchConfig) -> Callable[[str], Awaitable[Sequence[Any]]]:
+    """What searches for one query, with its timeout and retries."""
+    topk, timeout, retries = config.topk, config.search_timeout, config.search_retries
+    if config.search_backend == "local":
+        local = config.local
+        return lambda query: local_search(local.search_url, query, topk, timeout, local.proxy, retries=retries)
+    if config.search_backend == "google":
+        google, key = config.google, config.google.key()
+        return lambda query: google_search(
+            key, query, topk, timeout, google.proxy, google.snippet_only, retries=retries
+        )
+    function = _load_backend(config.search_backend)
+
+    async def attempt(query: str) -> Sequence[Any]:
+        try:
+            async with asyncio.timeout(timeout):
+                return await function(query, topk)
+        except SearchError:
+            raise
+        except TimeoutError:
+            message = f"{config.search_backend}: no answer within {timeout} s"
+            raise SearchError(message, "timeout", retryable=True) from None
+        except Exception as error:
+            message = f"{config.search_backend}: {type(error).__name__}: {error}"
+            raise SearchError(message, "backend", retryable=True) from error
+
+    return lambda query: with_retries(lambda: attempt(query), retries)
+
+
+_services: dict[tuple[asyncio.AbstractEventLoop, SearchConfig], SearchService] = {}
+
+
+def _service(config: SearchConfig) -> SearchService:
+    """The one service of this configuration in this event loop."""
+    key = asyncio.get_running_loop(), config
+    if key not in _services:
+        for ended in [other for other in _services if other[0].is_closed()]:
+            del _services[ended]
+        _services[key] = SearchService(
+            _backend(config),
+            concurrency=config.search_concurrency,
+            cache_size=config.search_cache_size,
+            max_failure_rate=config.max_search_failure_rate,
+        )
+    return _services[key]
+
+
+# --- The conversation ---
+
+
+def postprocess_predictions(text: str) -> tuple[str | None, str]:
+    """The action of one turn, `search` or `answer`, and its content; (None, "") if there is no valid one.
+
+    The first closed `<search>` or `<answer>` outside of `<think>` acts. Linear in the text's length.
     """
-    document = item.get("document", item) if isinstance(item, dict) else item
-    if isinstance(document, Passage):
-        return document
-    if isinstance(document, str):
-        return _split_contents(document)
-    if isinstance(document, dict):
-        if isinstance(contents := document.get("contents"), str):
-            return _split_contents(contents)
-        if isinstance(text := document.get("text"), str):
-            return Passage(str(document.get("title") or "").strip(), text.strip())
-    raise ValueError(f"expected a passage with 'contents' or 'title' and 'text', found {str(item)[:200]!r}")
+    action = next(iter_actions(text), None)
+    if action is None or not action.well_formed:
+        return None, ""
+    return action.name, action.content
 
 
-def _split_contents(contents: str) -> Passage:
-    first, newline, rest = contents.strip().partition("\n")
-    title, quoted = first.strip(), len(first) > 1 and first[0] == first[-1] == '"'
-    if not newline and not quoted:
-        return Passage("", title)
-    return Passage(title[1:-1].strip() if quoted else title, rest.strip())
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+    """Hold one conversation; the sample ends with a status and a reason.
 
-
-def format_observation(passages: Sequence[Any], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[int]:
-    """The token ids of an observation: what the model reads after a search.
-
-    The text is `\\n\\n<information>Doc 1(Title: ...) ...\\nDoc 2(Title: ...) ...</information>\\n\\n`, encoded
-    on its own, at most `max_tokens` long. Longer passages are shortened first, each to the same share,
-    at a word; the last ones go where too little is left for all. The closing tag always survives, even
-    where `max_tokens` is less than the empty frame needs. Protocol tags and special tokens inside
-    passages are neutralised: they must not act. Takes whatever `to_passage` takes.
+    Evaluation has the same budgets. Raises ValueError on a configuration or log-probabilities that are wrong,
+    SearchUnavailableError when the search backend must be taken for down.
     """
-    lines = [_line(number, to_passage(passage), tokenizer) for number, passage in enumerate(passages, start=1)]
-    ids = _encode_observation(lines, tokenizer)
-    return ids if len(ids) <= max_tokens else _shortened_observation(lines, tokenizer, max_tokens)
+    if sample.trace.response_ids:
+        raise ValueError(
+            f"sample {sample.index} has {len(sample.trace.response_ids)} response tokens already: "
+            "partial rollouts are not supported; start from the prompt"
+        )
+    conversation = Conversation(
+        search_config(args), sample, sampling_params, getattr(args, "rollout_max_context_len", None)
+    )
+    try:
+        return await conversation.run()
+    finally:
+        sample.rollout_metrics.update(conversation.metrics())
 
 
-def _shortened_observation(lines: list[str], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[int]:
-    empty = _encode_observation([], tokenizer)
-    offsets = [
-        tokenizer(line, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"] for line in lines
-    ]
-    for count in range(len(lines), 0, -1):
-        budget = max_tokens - len(empty) - count  # a line end costs a token
-        while budget > 0:
-            shares = _fair_shares([len(offset) for offset in offsets[:count]], budget)
-            cuts = [_cut(*parts) for parts in zip(lines[:count], offsets[:count], shares, strict=True)]
-            if not all(_holds_text(cut, line) for cut, line in zip(cuts, lines, strict=False)):
-                break  # too little for so many passages
-            ids = _encode_observation(cuts, tokenizer)
-            if len(ids) <= max_tokens:
-                return ids
-            budget -= len(ids) - max_tokens  # a cut can cost a token where the whole text had merged
-    return empty
+class Conversation:
+    """The state of one trajectory between turns."""
+
+    def __init__(
+        self, config: SearchConfig, sample: Sample, sampling_params: dict[str, Any], max_context: int | None
+    ) -> None:
+        context = rollout_context()
+        self.config, self.sample, self.trace = config, sample, sample.trace
+        self.engine, self.tokenizer = context.engine, context.tokenizer
+        self.max_context = max_context or self.tokenizer.model_max_length
+        self.params = {**sampling_params, "stop": _stop_strings(sampling_params.get("stop")), "no_stop_trim": True}
+        self.turns = self.searches = self.invalid_actions = 0
+        self.generation_seconds = self.search_seconds = 0.0
+
+    async def run(self) -> Sample:
+        """Turns until the sample is finished: generate, act, and let the environment answer."""
+        finish, config = self.sample.finish, self.config
+        while True:
+            if self._room() < 1:
+                return finish(SampleStatus.TRUNCATED, StopReason.CONTEXT_LIMIT)
+            generation, max_new_tokens = await self._turn()
+            if generation.finish_reason == "abort":
+                return finish(SampleStatus.ABORTED, StopReason.ENGINE_ABORT, "the engine aborted a request")
+            action, content = postprocess_predictions(self._turn_text(generation))
+            if action == "answer":
+                return finish(SampleStatus.COMPLETED, StopReason.ANSWERED)
+            if action is None and generation.finish_reason == "length":
+                full = max_new_tokens == self.params["max_new_tokens"]
+                return finish(SampleStatus.TRUNCATED, StopReason.RESPONSE_LIMIT if full else StopReason.CONTEXT_LIMIT)
+            if self.searches == config.max_turns:
+                return finish(SampleStatus.TRUNCATED, StopReason.TURN_LIMIT)
+            if action is None and self.invalid_actions == config.max_invalid_actions:
+                self.invalid_actions += 1
+                return finish(SampleStatus.TRUNCATED, StopReason.INVALID_ACTION_LIMIT)
+            try:
+                source, ids = await self._observe(action, content)
+            except SearchError as error:
+                return finish(SampleStatus.FAILED, StopReason.SEARCH_FAILED, str(error))
+            if len(ids) >= self._room():
+                return finish(SampleStatus.TRUNCATED, StopReason.CONTEXT_LIMIT)
+            self.trace.append_observation(ids, source)
+
+    def _room(self) -> int:
+        return self.max_context - len(self.trace)
+
+    async def _turn(self) -> tuple[Generation, int]:
+        """One generation, appended to the trace, and how many tokens it was allowed."""
+        max_new_tokens = min(self.params["max_new_tokens"], self._room())
+        start = time.perf_counter()
+        params = {**self.params, "max_new_tokens": max_new_tokens}
+        generation = await self.engine.generate(self.trace.token_ids, params)
+        self.generation_seconds += time.perf_counter() - start
+        self.trace.append_model(generation.ids, generation.log_probs)
+        self.sample.weight_version = generation.weight_version
+        self.turns += 1
+        return generation, max_new_tokens
+
+    def _turn_text(self, generation: Generation) -> str:
+        opening = think_opened_by_prompt(self.trace.prompt_ids, self.tokenizer) if self.turns == 1 else ""
+        return opening + decode(generation.ids, self.tokenizer)
+
+    async def _observe(self, action: str | None, content: str) -> tuple[Source, list[int]]:
+        """What the environment answers to a search or to an invalid action, and under which name."""
+        if action is None:
+            self.invalid_actions += 1
+            return "correction", self.tokenizer.encode(CORRECTION, add_special_tokens=False)
+        self.searches += 1
+        start = time.perf_counter()
+        try:
+            passages = await _service(self.config).search(content)
+        finally:
+            self.search_seconds += time.perf_counter() - start
+        return "observation", format_observation(passages, self.tokenizer, self.config.max_observation_tokens)
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "turns": self.turns,
+            "searches": self.searches,
+            "invalid_actions": self.invalid_actions,
+            "observation_length": sum(s.end - s.start for s in self.trace.segments if s.source == "observation"),
+            "generation_seconds": self.generation_seconds,
+            "search_seconds": self.search_seconds,
+        }
 
 
-def _line(number: int, passage: Passage, tokenizer: PreTrainedTokenizerBase) -> str:
-    return _neutral(f"Doc {number}(Title: {passage.title}) {passage.text}".rstrip(), tokenizer)
+def _stop_strings(stop: str | Sequence[str] | None) -> list[str]:
+    """The caller's stop strings and the closing tags, each once."""
+    return list(dict.fromkeys([*([stop] if isinstance(stop, str) else stop or []), *STOP]))
 
 
-def _encode_observation(lines: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    text = OBSERVATION_HEAD + "\n".join(lines) + OBSERVATION_TAIL
-    return tokenizer.encode(text, add_special_tokens=False)
+def decode(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of token ids as they are, special tokens included."""
+    text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)  # a list only for a batch
+    return text
 
 
-def _fair_shares(lengths: Sequence[int], budget: int) -> list[int]:
-    """Tokens for each passage: short ones whole, the rest split equally among the long ones."""
-    shares = [0] * len(lengths)
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    for rank, index in enumerate(order):
-        shares[index] = min(lengths[index], budget // (len(order) - rank))
-        budget -= shares[index]
-    return shares
+def think_opened_by_prompt(prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """`<think>` where the prompt ends with it, as some chat templates do; it belongs to the first turn then."""
+    return "<think>" if decode(prompt_ids[-8:], tokenizer).rstrip().endswith("<think>") else ""
 
 
-def _cut(line: str, offsets: Sequence[tuple[int, int]], tokens: int) -> str:
-    """The line's first `tokens` tokens, back to the last whole word where the script has words."""
-    if tokens >= len(offsets):
-        return line
-    end = offsets[tokens - 1][1] if tokens > 0 else 0
-    cut = line[:end]
-    space = cut.rfind(" ")
-    if not line[end].isspace() and space >= end - LONGEST_WORD:
-        cut = cut[: max(space, 0)]
-    return cut.rstrip()
+# --- The reward ---
 
 
-def _holds_text(cut: str, line: str) -> bool:
-    """Whether a shortened line holds more than `Doc 1(Title: ...)`: text after the first `) `, if it had any."""
-    return cut == line or ") " in cut
+async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, float]:
+    """Format-aware exact match, as `reward`, and what it is made of."""
+    config, tokenizer = search_config(args), rollout_context().tokenizer
+    result = score_response(
+        text_segments(sample, tokenizer),
+        sample.label,
+        score=config.score,
+        format_score=config.format_score,
+        retrieval_score=config.retrieval_score,
+        final_format_score=config.final_format_score,
+        metric=config.answer_metric,
+        keep_numbers=config.keep_numbers,
+        end_of_turn=[tokenizer.eos_token] if isinstance(tokenizer.eos_token, str) else [],
+    )
+    return {
+        "reward": result.reward,
+        "exact_match": float(result.exact_match),
+        "f1": result.f1,
+        "valid_format": float(result.valid_format),
+        "retrieval_hit": float(result.retrieval_hit),
+        "answered": float(result.answer is not None),
+    }
 
 
-def _neutral(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text with a space after the first character of whatever could act: `<answer>` -> `< answer>`."""
-    text = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be encoded
-    return _acting_text(tokenizer).sub(lambda match: match[0][0] + " " + match[0][1:], text)
-
-
-@lru_cache(maxsize=8)
-def _acting_text(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    tags = [f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")]
-    markup = [token for token in tokenizer.get_added_vocab() if token.startswith(("<", "["))]
-    special = [token for token in tokenizer.all_special_tokens if len(token.strip()) > 1]
-    return re.compile("|".join(map(re.escape, sorted({*tags, *markup, *special}, key=len, reverse=True))))
+def text_segments(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
+    """The response as `(source, text)`, one for each segment of the trace."""
+    ids, segments = sample.trace.response_ids, sample.trace.segments
+    texts: list[tuple[str, str]] = [(s.source, decode(ids[s.start : s.end], tokenizer)) for s in segments]
+    if texts and (opening := think_opened_by_prompt(sample.trace.prompt_ids, tokenizer)):
+        texts[0] = (texts[0][0], opening + texts[0][1])
+    return texts

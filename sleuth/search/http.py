@@ -1,0 +1,130 @@
+"""What every search backend shares: errors with a type, retries, and one HTTP session per event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Literal, TypeVar
+
+import aiohttp
+import tenacity
+
+logger = logging.getLogger(__name__)
+
+FIRST_WAIT_SECONDS = 0.25
+MAX_WAIT_SECONDS = 20.0
+RETRYABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+SearchErrorKind = Literal["timeout", "connection", "rate_limit", "status", "response", "backend"]
+T = TypeVar("T")
+
+
+class SearchError(RuntimeError):
+    """A search failed. `kind` says how, for counting; `retryable`, whether another attempt may help.
+
+    `retry_after` is how many seconds the server asked to wait, if it did.
+    """
+
+    def __init__(
+        self, message: str, kind: SearchErrorKind, *, retryable: bool = False, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.kind: SearchErrorKind = kind
+        self.retryable = retryable
+        self.retry_after = retry_after
+
+
+async def request_text(method: str, url: str, *, timeout: float, **options: Any) -> str:
+    """The body of an answer with status 200; SearchError for everything else.
+
+    Messages name the URL and what was answered, never the request's headers or body.
+    """
+    session = await shared_session()
+    try:
+        limit = aiohttp.ClientTimeout(total=timeout)
+        async with session.request(method, url, timeout=limit, **options) as response:
+            text = await response.text(errors="replace")
+    except TimeoutError:
+        raise SearchError(f"{url}: no answer within {timeout} s", "timeout", retryable=True) from None
+    except aiohttp.InvalidURL:
+        raise SearchError(f"{url}: not a URL; expected http://host:port/path", "connection") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise SearchError(f"{url}: {error or type(error).__name__}", "connection", retryable=True) from None
+    if response.status != 200:
+        raise status_error(response, url, text)
+    return text
+
+
+def status_error(response: aiohttp.ClientResponse, url: str, text: str) -> SearchError:
+    status = response.status
+    return SearchError(
+        f"{url}: status {status}: {text[:200]!r}",
+        "rate_limit" if status == 429 else "status",
+        retryable=status in RETRYABLE_STATUS,
+        retry_after=_seconds(response.headers.get("Retry-After")),
+    )
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """A Retry-After header, seconds or a date, in seconds from now; None if there is none to be understood."""
+    if retry_after is None:
+        return None
+    try:
+        return max(0.0, float(retry_after))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except ValueError:
+        return None
+
+
+async def with_retries(attempt: Callable[[], Awaitable[T]], retries: int) -> T:
+    """What the attempt returns; its last SearchError after `retries` further attempts.
+
+    Waits grow exponentially with jitter, or as long as the server asked, at most MAX_WAIT_SECONDS each.
+    """
+    retrying = tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception(lambda error: isinstance(error, SearchError) and error.retryable),
+        stop=tenacity.stop_after_attempt(retries + 1),
+        wait=_wait_seconds,
+        before_sleep=lambda state: logger.debug("search attempt %d failed: %s", state.attempt_number, _error(state)),
+        reraise=True,
+    )
+    return await retrying(attempt)
+
+
+_exponential = tenacity.wait_random_exponential(multiplier=FIRST_WAIT_SECONDS, max=MAX_WAIT_SECONDS)
+
+
+def _wait_seconds(state: tenacity.RetryCallState) -> float:
+    error = _error(state)
+    asked = error.retry_after if isinstance(error, SearchError) else None
+    return _exponential(state) if asked is None else min(asked, MAX_WAIT_SECONDS)
+
+
+def _error(state: tenacity.RetryCallState) -> BaseException | None:
+    return state.outcome.exception() if state.outcome else None
+
+
+_sessions: dict[asyncio.AbstractEventLoop, tuple[AsyncIterator[aiohttp.ClientSession], aiohttp.ClientSession]] = {}
+
+
+async def shared_session() -> aiohttp.ClientSession:
+    """This event loop's one session; it is closed when the loop shuts down its asynchronous generators."""
+    loop = asyncio.get_running_loop()
+    if loop not in _sessions or _sessions[loop][1].closed:
+        for ended in [other for other in _sessions if other.is_closed()]:
+            del _sessions[ended]
+        holder = _hold_session()
+        _sessions[loop] = holder, await anext(holder)
+    return _sessions[loop][1]
+
+
+async def _hold_session() -> AsyncIterator[aiohttp.ClientSession]:
+    # The callers bound how many requests are under way, not the connector.
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        yield session

@@ -1,0 +1,130 @@
+"""Observations: what a model reads after a search, as token ids."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+OBSERVATION_HEAD = "\n\n<information>"
+OBSERVATION_TAIL = "</information>\n\n"
+LONGEST_WORD = 30
+"""A passage is cut back to a space no further than this many characters; Chinese has none, for one."""
+
+
+class Passage(NamedTuple):
+    title: str
+    text: str
+
+
+def to_passage(item: Any) -> Passage:
+    """A search result as title and text.
+
+    Takes `{"document": {"contents": ...}}`, a document itself, `{"title", "text"}`, or the contents as
+    a string, whose first line is the title, usually in quotes. Raises ValueError on anything else.
+    """
+    document = item.get("document", item) if isinstance(item, dict) else item
+    if isinstance(document, Passage):
+        return document
+    if isinstance(document, str):
+        return _split_contents(document)
+    if isinstance(document, dict):
+        if isinstance(contents := document.get("contents"), str):
+            return _split_contents(contents)
+        if isinstance(text := document.get("text"), str):
+            return Passage(str(document.get("title") or "").strip(), text.strip())
+    raise ValueError(f"expected a passage with 'contents' or 'title' and 'text', found {str(item)[:200]!r}")
+
+
+def _split_contents(contents: str) -> Passage:
+    first, newline, rest = contents.strip().partition("\n")
+    title, quoted = first.strip(), len(first) > 1 and first[0] == first[-1] == '"'
+    if not newline and not quoted:
+        return Passage("", title)
+    return Passage(title[1:-1].strip() if quoted else title, rest.strip())
+
+
+def format_observation(passages: Sequence[Any], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[int]:
+    """The token ids of an observation: what the model reads after a search.
+
+    The text is `\\n\\n<information>Doc 1(Title: ...) ...\\nDoc 2(Title: ...) ...</information>\\n\\n`, encoded
+    on its own, at most `max_tokens` long. Longer passages are shortened first, each to the same share,
+    at a word; the last ones go where too little is left for all. The closing tag always survives, even
+    where `max_tokens` is less than the empty frame needs. Protocol tags and special tokens inside
+    passages are neutralised: they must not act. Takes whatever `to_passage` takes.
+    """
+    lines = [_line(number, to_passage(passage), tokenizer) for number, passage in enumerate(passages, start=1)]
+    ids = _encode_observation(lines, tokenizer)
+    return ids if len(ids) <= max_tokens else _shortened_observation(lines, tokenizer, max_tokens)
+
+
+def _shortened_observation(lines: list[str], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[int]:
+    empty = _encode_observation([], tokenizer)
+    offsets = [
+        tokenizer(line, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"] for line in lines
+    ]
+    for count in range(len(lines), 0, -1):
+        budget = max_tokens - len(empty) - count  # a line end costs a token
+        while budget > 0:
+            shares = _fair_shares([len(offset) for offset in offsets[:count]], budget)
+            cuts = [_cut(*parts) for parts in zip(lines[:count], offsets[:count], shares, strict=True)]
+            if not all(_holds_text(cut, line) for cut, line in zip(cuts, lines, strict=False)):
+                break  # too little for so many passages
+            ids = _encode_observation(cuts, tokenizer)
+            if len(ids) <= max_tokens:
+                return ids
+            budget -= len(ids) - max_tokens  # a cut can cost a token where the whole text had merged
+    return empty
+
+
+def _line(number: int, passage: Passage, tokenizer: PreTrainedTokenizerBase) -> str:
+    return _neutral(f"Doc {number}(Title: {passage.title}) {passage.text}".rstrip(), tokenizer)
+
+
+def _encode_observation(lines: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    text = OBSERVATION_HEAD + "\n".join(lines) + OBSERVATION_TAIL
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _fair_shares(lengths: Sequence[int], budget: int) -> list[int]:
+    """Tokens for each passage: short ones whole, the rest split equally among the long ones."""
+    shares = [0] * len(lengths)
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    for rank, index in enumerate(order):
+        shares[index] = min(lengths[index], budget // (len(order) - rank))
+        budget -= shares[index]
+    return shares
+
+
+def _cut(line: str, offsets: Sequence[tuple[int, int]], tokens: int) -> str:
+    """The line's first `tokens` tokens, back to the last whole word where the script has words."""
+    if tokens >= len(offsets):
+        return line
+    end = offsets[tokens - 1][1] if tokens > 0 else 0
+    cut = line[:end]
+    space = cut.rfind(" ")
+    if not line[end].isspace() and space >= end - LONGEST_WORD:
+        cut = cut[: max(space, 0)]
+    return cut.rstrip()
+
+
+def _holds_text(cut: str, line: str) -> bool:
+    """Whether a shortened line holds more than `Doc 1(Title: ...)`: text after the first `) `, if it had any."""
+    return cut == line or ") " in cut
+
+
+def _neutral(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text with a space after the first character of whatever could act: `<answer>` -> `< answer>`."""
+    text = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be encoded
+    return _acting_text(tokenizer).sub(lambda match: match[0][0] + " " + match[0][1:], text)
+
+
+@lru_cache(maxsize=8)
+def _acting_text(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    tags = [f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")]
+    markup = [token for token in tokenizer.get_added_vocab() if token.startswith(("<", "["))]
+    special = [token for token in tokenizer.all_special_tokens if len(token.strip()) > 1]
+    return re.compile("|".join(map(re.escape, sorted({*tags, *markup, *special}, key=len, reverse=True))))

@@ -1,0 +1,152 @@
+"""A search backend under load: bounded, asked once for the same thing, counted, and given up when it is down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from sleuth.search.http import SearchError
+from sleuth.search.observation import Passage, to_passage
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 200
+"""Over how many of the last searches the failure rate is taken."""
+FEWEST = 20
+"""Fewer searches than this do not tell a rate."""
+
+
+class SearchUnavailableError(RuntimeError):
+    """So many searches failed that the backend must be taken for down."""
+
+
+class SearchService:
+    """Searches through `backend(query)`; use one per event loop.
+
+    At most `concurrency` searches are under way. The same query asked again meanwhile waits for the first;
+    the last `cache_size` results are kept. When more than `max_failure_rate` of the last searches failed,
+    the next failure is a SearchUnavailableError.
+    """
+
+    def __init__(
+        self,
+        backend: Callable[[str], Awaitable[Sequence[Any]]],
+        *,
+        concurrency: int,
+        cache_size: int = 0,
+        max_failure_rate: float = 1.0,
+    ) -> None:
+        self._backend = backend
+        self._places = asyncio.Semaphore(concurrency)
+        self._cache_size = cache_size
+        self._max_failure_rate = max_failure_rate
+        self._under_way: dict[str, asyncio.Task[list[Passage]]] = {}
+        self._cache: OrderedDict[str, list[Passage]] = OrderedDict()
+        self._failed: deque[bool] = deque(maxlen=WINDOW)
+
+    async def search(self, query: str) -> list[Passage]:
+        """The passages for the query. Raises SearchError, or SearchUnavailableError once too many failed."""
+        if query in self._cache:
+            self._cache.move_to_end(query)
+            _statistics.count("cache_hits")
+            return self._cache[query]
+        task = self._under_way.get(query)
+        if task is None:
+            task = asyncio.create_task(self._search(query))
+            self._under_way[query] = task
+            task.add_done_callback(lambda _: self._under_way.pop(query))
+        else:
+            _statistics.count("joined")
+        # A caller that is cancelled must not take the others' search along.
+        return await asyncio.shield(task)
+
+    async def _search(self, query: str) -> list[Passage]:
+        async with self._places:
+            start = time.perf_counter()
+            try:
+                passages = _passages(await self._backend(query))
+            except SearchError as error:
+                _statistics.record(error.kind, time.perf_counter() - start)
+                self._failed.append(True)
+                self._check_rate(error)
+                raise
+            _statistics.record("success", time.perf_counter() - start)
+            self._failed.append(False)
+        if self._cache_size:
+            self._cache[query] = passages
+            if len(self._cache) > self._cache_size:
+                self._cache.popitem(last=False)
+        return passages
+
+    def _check_rate(self, error: SearchError) -> None:
+        searches, failures = len(self._failed), sum(self._failed)
+        if searches >= FEWEST and failures > self._max_failure_rate * searches:
+            raise SearchUnavailableError(
+                f"{failures} of the last {searches} searches failed; max_search_failure_rate allows "
+                f"{self._max_failure_rate:.0%}. The last one: {error}. Check that the search backend answers"
+            ) from error
+
+
+def _passages(items: Iterable[Any]) -> list[Passage]:
+    try:
+        return [to_passage(item) for item in items]
+    except (ValueError, TypeError) as error:
+        raise SearchError(f"the search backend's answer is not a list of passages: {error}", "response") from None
+
+
+class _Statistics:
+    """Counts of this process since they were last drained."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.seconds: list[float] = []
+
+    def count(self, name: str) -> None:
+        self.outcomes[name] += 1
+
+    def record(self, outcome: str, seconds: float) -> None:
+        self.outcomes[outcome] += 1
+        self.seconds.append(seconds)
+
+
+_statistics = _Statistics()
+
+_RATES = {
+    "success": "success_rate",
+    "timeout": "timeout_rate",
+    "rate_limit": "rate_limit_rate",
+    "connection": "connection_error_rate",
+    "status": "status_error_rate",
+    "response": "response_error_rate",
+    "backend": "backend_error_rate",
+}
+
+
+def drain_search_metrics() -> dict[str, float]:
+    """`search/...` of this process since the last call: how searches ended (after retries), latency in seconds.
+
+    `search/requests` reached the backend; `search/joined` waited for the same query under way;
+    `search/cache_hits` were known. Empty if nothing was searched.
+    """
+    outcomes, seconds = _statistics.outcomes.copy(), list(_statistics.seconds)
+    _statistics.outcomes.clear()
+    _statistics.seconds.clear()
+    if not outcomes:
+        return {}
+    counts = {f"search/{name}": float(outcomes[name]) for name in ("joined", "cache_hits")}
+    if not seconds:
+        return {"search/requests": 0.0, **counts}
+    p50, p95 = np.percentile(seconds, [50, 95])
+    return {
+        "search/requests": float(len(seconds)),
+        **counts,
+        **{f"search/{name}": outcomes[kind] / len(seconds) for kind, name in _RATES.items()},
+        "search/latency_p50": float(p50),
+        "search/latency_p95": float(p95),
+    }
