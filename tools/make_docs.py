@@ -34,8 +34,8 @@ def metrics_page() -> str:
         "# Metrics",
         NOTE,
         "Every metric goes to `metrics.jsonl` (one line a step), to TensorBoard with `--use-tensorboard` and to W&B "
-        "with `--use-wandb`, under the same name. Step 0 is the evaluation before training; training steps count from 1. "
-        "`<...>` stands for a word of the run: an evaluated set and its temperature (`demo/greedy`, `demo/t1.0`), a "
+        "with `--use-wandb`, under the same name. Step 0 is the evaluation before training; training steps count from "
+        "1. `<...>` stands for a word of the run: an evaluated set and its temperature (`demo/greedy`, `demo/t1.0`), a "
         "component of the reward hook. A number that nothing reported is absent, not 0.",
     ]
     for title, metrics in CATALOG.items():
