@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,18 @@ SECRET_WORDS = ("api_key", "apikey", "secret", "password", "token")
 
 def find_problems(args: Args) -> list[str]:
     """All contradictions of a configuration, readable without files, GPUs or the model."""
-    checks = (_unsupported, _layout, _placement, _batches, _recompute, _model_flags, _loss, _evaluation, _secrets)
+    checks = (
+        _unsupported,
+        _layout,
+        _placement,
+        _batches,
+        _recompute,
+        _model_flags,
+        _loss,
+        _slices,
+        _evaluation,
+        _secrets,
+    )
     return [problem for check in checks for problem in check(args)]
 
 
@@ -182,6 +194,12 @@ def _loss(args: Args) -> Iterator[str]:
             yield f"--loss-type sft: expected --n-samples-per-prompt 1, found {args.n_samples_per_prompt}; drop it"
     elif args.label_smoothing:
         yield "--label-smoothing has an effect only with --loss-type sft; drop it"
+
+
+def _slices(args: Args) -> Iterator[str]:
+    for path in (args.prompt_data, *(args.eval_prompt_data or [])):
+        if "@[" in path and not re.search(r"@\[-?\d*:-?\d*\]$", path):
+            yield f"expected a slice path@[a:b] with whole numbers a and b, found {path}; correct the brackets"
 
 
 def _evaluation(args: Args) -> Iterator[str]:

@@ -60,8 +60,13 @@ def _data_problems(args: Args) -> Iterator[str]:
     named |= {f"--eval-prompt-data {name}": path for name, path in args.eval_sets.items()}
     for what, path in named.items():
         file, _ = split_slice(path)
-        if not Path(file).is_file():
+        if not Path(file).is_file() and not _may_be_on_hub(file):
             yield f"{what}: expected a parquet or JSONL file, found none at {file}; make it with tools/prepare_data.py"
+
+
+def _may_be_on_hub(file: str) -> bool:
+    """`owner/repo/file` of a hub data set, rather than a path with a typo: its first folder is not here."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+/[^@]+", file)) and not Path(file.split("/")[0]).exists()
 
 
 def _output_problems(args: Args) -> Iterator[str]:

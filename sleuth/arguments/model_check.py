@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from sleuth.arguments.args import Args
 from sleuth.arguments.checks import divisibility_problems, flag
 from sleuth.arguments.parser import ArgumentsError
 
-SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+
+ArgsT = TypeVar("ArgsT", bound=Args)
 
 
 class Tokenizer(Protocol):
@@ -29,8 +31,9 @@ def model_flags(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if hf_config.get("hidden_act", "silu") != "silu":
         raise ArgumentsError(f"--hf-checkpoint: expected hidden_act silu, found {hf_config['hidden_act']!r}")
-    if hf_config.get("use_sliding_window"):
-        raise ArgumentsError("--hf-checkpoint: expected use_sliding_window false, found true; it is not supported")
+    for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if hf_config.get(name):
+            raise ArgumentsError(f"--hf-checkpoint: expected {name} false in config.json, found true: not supported")
     heads = hf_config["num_attention_heads"]
     groups = hf_config.get("num_key_value_heads") or heads
     return {
@@ -65,7 +68,7 @@ def _rotary_base(hf_config: Mapping[str, Any]) -> float:
     return float(parameters.get("rope_theta") or hf_config.get("rope_theta") or 10000.0)
 
 
-def check_model(args: Args, hf_config: Mapping[str, Any]) -> Args:
+def check_model(args: ArgsT, hf_config: Mapping[str, Any]) -> ArgsT:
     """`args` with every model flag filled in from the model's config.json.
 
     Raises ValueError naming flag and both values where they contradict, or where the parallel layout

@@ -1,0 +1,256 @@
+#!/usr/bin/env bash
+# Teaches Qwen2.5-3B to search, on one node of 8 GPUs: 4 train and generate in turn (--colocate), the rest are
+# free for the retrieval server.
+#
+#   DRY_RUN=1 bash run_qwen2.5_3B.sh     # check everything that needs no GPU, and print the plan
+#   bash run_qwen2.5_3B.sh               # train
+#   USE_TIS=1 bash run_qwen2.5_3B.sh --lr 2e-6     # with importance sampling; further flags go to train.py
+#
+# Where things are, each an environment variable with its default:
+#   MODEL          qwen2.5-3B                          a file of scripts/models/
+#   HF_CHECKPOINT  models/Qwen2.5-3B                   hf download Qwen/Qwen2.5-3B --local-dir models/Qwen2.5-3B
+#   REF_LOAD       models/Qwen2.5-3B_torch_dist        tools/convert_hf_to_torch_dist.py makes it
+#   SAVE_DIR       checkpoints/qwen2.5-3B_search       a later start goes on from its latest checkpoint
+#   RUN_DIR        runs/qwen2.5-3B/<UTC start time>    logs, metrics, trajectories, configuration
+#   TRAIN_DATA     data/search_r1/train.parquet        tools/prepare_data.py makes both
+#   EVAL_DATA      data/search_r1/test.parquet@[0:3000]
+#   SEARCH_URL     http://127.0.0.1:8000/retrieve      local_dense_retriever/retrieval_server.py serves it
+#   NUM_GPUS       8                                   of this node, for the Ray head
+#   RAY_ADDRESS    (none: a Ray head is started here, and stopped at the end)
+#   PYTHON         .venv/bin/python if it is there, else python3
+#   USE_WANDB      1 if WANDB_API_KEY is set           WANDB_PROJECT [sleuth], WANDB_GROUP [the model's name]
+#   USE_TIS        0                                   1: correct for the mismatch between engines and trainer
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+MODEL="${MODEL:-qwen2.5-3B}"
+if [[ ! -f "scripts/models/$MODEL.sh" ]]; then
+    echo "MODEL: expected one of scripts/models/*.sh, found '$MODEL'" >&2
+    exit 2
+fi
+# shellcheck source=scripts/models/qwen2.5-3B.sh
+source "scripts/models/$MODEL.sh"
+if [[ -z "${PYTHON:-}" ]]; then
+    PYTHON=python3
+    [[ -x .venv/bin/python ]] && PYTHON="$PWD/.venv/bin/python"
+fi
+
+# Ray starts the job in a folder of its own: paths must not depend on it.
+absolute() { case "$1" in /*) printf '%s' "$1" ;; *) printf '%s/%s' "$PWD" "$1" ;; esac; }
+NAME="${MODEL/qwen/Qwen}"
+HF_CHECKPOINT="$(absolute "${HF_CHECKPOINT:-models/$NAME}")"
+REF_LOAD="$(absolute "${REF_LOAD:-models/${NAME}_torch_dist}")"
+SAVE_DIR="$(absolute "${SAVE_DIR:-checkpoints/${MODEL}_search}")"
+RUN_DIR="$(absolute "${RUN_DIR:-runs/$MODEL/$(date -u +%Y%m%d-%H%M%S)}")"
+TRAIN_DATA="$(absolute "${TRAIN_DATA:-data/search_r1/train.parquet}")"
+EVAL_DATA="$(absolute "${EVAL_DATA:-data/search_r1/test.parquet@[0:3000]}")"
+SEARCH_URL="${SEARCH_URL:-http://127.0.0.1:8000/retrieve}"
+NUM_GPUS="${NUM_GPUS:-8}"
+
+CHECKPOINT_ARGS=(
+    --hf-checkpoint "$HF_CHECKPOINT"
+    --ref-load "$REF_LOAD"
+    --load "$SAVE_DIR"
+    --save "$SAVE_DIR"
+    --save-interval 20
+    --run-dir "$RUN_DIR"
+)
+
+ROLLOUT_ARGS=(
+    --prompt-data "$TRAIN_DATA"
+    --input-key prompt
+    --label-key reward_model
+    --apply-chat-template
+    --rollout-shuffle
+    --num-rollout 3000
+    --rollout-batch-size 32
+    --n-samples-per-prompt 8
+    --rollout-max-response-len 512
+    --rollout-temperature 1
+    --global-batch-size 256
+    --balance-data
+)
+
+EVAL_ARGS=(
+    --eval-interval 25
+    --eval-prompt-data nq_test "$EVAL_DATA"
+    --eval-input-key prompt
+    --eval-label-key reward_model
+    --n-samples-per-eval-prompt 1
+)
+
+PARALLEL_ARGS=(
+    --tensor-model-parallel-size 2
+    --sequence-parallel
+    --pipeline-model-parallel-size 1
+    --context-parallel-size 1
+    --expert-model-parallel-size 1
+    --expert-tensor-parallel-size 1
+    --recompute-granularity full
+    --recompute-method uniform
+    --recompute-num-layers 1
+    --use-dynamic-batch-size
+    --max-tokens-per-gpu 9216
+    --use-distributed-optimizer
+)
+
+GRPO_ARGS=(
+    --advantage-estimator grpo
+    --use-kl-loss
+    --kl-loss-coef 0.001
+    --kl-loss-type low_var_kl
+    --entropy-coef 0.00
+    --eps-clip 0.2
+    --eps-clip-high 0.28
+)
+
+OPTIMIZER_ARGS=(
+    --optimizer adam
+    --lr 1e-6
+    --lr-decay-style constant
+    --weight-decay 0.01
+    --adam-beta1 0.9
+    --adam-beta2 0.98
+)
+
+ENGINE_ARGS=(
+    --rollout-num-gpus-per-engine 2
+    --sglang-mem-fraction-static 0.7
+)
+
+MISC_ARGS=(
+    --attention-dropout 0.0
+    --hidden-dropout 0.0
+    --accumulate-allreduce-grads-in-fp32
+    --attention-softmax-in-fp32
+    --attention-backend flash
+    --use-tensorboard
+)
+
+PLACEMENT_ARGS=(
+    --actor-num-nodes 1
+    --actor-num-gpus-per-node 4
+    --rollout-num-gpus 4
+    --colocate
+)
+
+# A dry run writes nothing but a scratch folder.
+scratch="$(mktemp -d)"
+trap 'rm -rf "$scratch"' EXIT
+CONFIG_DIR="$RUN_DIR"
+[[ "${DRY_RUN:-0}" == 1 ]] && CONFIG_DIR="$scratch"
+CONFIG_FILES=("$CONFIG_DIR/search.yaml")
+HOOK_ARGS=(
+    --custom-generate-function-path generate_with_search.generate
+    --custom-rm-path generate_with_search.reward_func
+)
+if [[ "${USE_TIS:-0}" == 1 ]]; then
+    HOOK_ARGS+=(--use-tis)
+    if [[ -f mis.py ]]; then
+        CONFIG_FILES+=("$PWD/mis.yaml")
+        HOOK_ARGS+=(--custom-tis-function-path mis.compute_mis_weights_with_cp)
+    fi
+fi
+HOOK_ARGS+=(--custom-config-path "${CONFIG_FILES[@]}")
+
+WANDB_ARGS=()
+if [[ "${USE_WANDB:-${WANDB_API_KEY:+1}}" == 1 ]]; then
+    WANDB_ARGS=(--use-wandb --wandb-project "${WANDB_PROJECT:-sleuth}" --wandb-group "${WANDB_GROUP:-$MODEL}")
+fi
+
+TRAIN_ARGS=(
+    "${MODEL_ARGS[@]}"
+    "${CHECKPOINT_ARGS[@]}"
+    "${ROLLOUT_ARGS[@]}"
+    "${EVAL_ARGS[@]}"
+    "${PARALLEL_ARGS[@]}"
+    "${GRPO_ARGS[@]}"
+    "${OPTIMIZER_ARGS[@]}"
+    "${ENGINE_ARGS[@]}"
+    "${MISC_ARGS[@]}"
+    "${PLACEMENT_ARGS[@]}"
+    "${HOOK_ARGS[@]}"
+    "${WANDB_ARGS[@]}"
+    "$@"
+)
+
+ray_pid="" submission_id=""
+
+# Stops what this script started, and nothing else: `ray stop` would end every Ray on this machine.
+# Killing `ray start --block` ends exactly its own head: its children go with it.
+clean_up() {
+    local status=$?
+    trap - EXIT INT TERM
+    if [[ -n "$submission_id" && "$status" -ne 0 ]]; then
+        "$PYTHON" -m ray.scripts.scripts job stop --no-wait "$submission_id" >/dev/null 2>&1 || true
+    fi
+    if [[ -n "$ray_pid" ]]; then
+        kill "$ray_pid" 2>/dev/null || true
+        wait "$ray_pid" 2>/dev/null || true
+    fi
+    rm -rf "$scratch"
+    exit "$status"
+}
+trap clean_up EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# JSON is YAML, and its quoting is safe for any value.
+write_search_config() {
+    "$PYTHON" - "$SEARCH_URL" >"$1" <<'END'
+import json, sys
+print(json.dumps({"search_r1": {"search_backend": "local", "local": {"search_url": sys.argv[1]}}}))
+END
+}
+
+free_ports() {
+    "$PYTHON" - "$1" <<'END'
+import socket, sys
+sockets = [socket.socket() for _ in range(int(sys.argv[1]))]
+for s in sockets:
+    s.bind(("127.0.0.1", 0))
+print(*(s.getsockname()[1] for s in sockets))
+END
+}
+
+mkdir -p "$CONFIG_DIR"
+write_search_config "$CONFIG_DIR/search.yaml"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+PLAN_ARGS=()
+# On another cluster the files may be where this machine does not see them.
+[[ "${DRY_RUN:-0}" != 1 && -z "${RAY_ADDRESS:-}" ]] && PLAN_ARGS=(--require-files)
+"$PYTHON" -m sleuth.plan "${TRAIN_ARGS[@]}" "${PLAN_ARGS[@]}"
+[[ "${DRY_RUN:-0}" == 1 ]] && exit 0
+
+if [[ -z "${RAY_ADDRESS:-}" ]]; then
+    read -r gcs_port dashboard_port agent_port < <(free_ports 3)
+    # A session of its own, so that ctrl-C reaches the job first and the head is stopped by clean_up.
+    setsid "$PYTHON" -m ray.scripts.scripts start --head --block --num-gpus "$NUM_GPUS" --disable-usage-stats \
+        --node-ip-address 127.0.0.1 --port "$gcs_port" --dashboard-host 127.0.0.1 --dashboard-port "$dashboard_port" \
+        --dashboard-agent-listen-port "$agent_port" >"$RUN_DIR/ray.log" 2>&1 &
+    ray_pid=$!
+    export RAY_ADDRESS="http://127.0.0.1:$dashboard_port"
+    echo "starting a Ray head with $NUM_GPUS GPUs (log: $RUN_DIR/ray.log, dashboard: $RAY_ADDRESS)"
+    for _ in $(seq 120); do
+        "$PYTHON" -m ray.scripts.scripts job list >/dev/null 2>&1 && break
+        if ! kill -0 "$ray_pid" 2>/dev/null; then
+            tail -n 20 "$RUN_DIR/ray.log" >&2
+            echo "the Ray head did not start: $RUN_DIR/ray.log" >&2
+            exit 1
+        fi
+        sleep 1
+    done
+fi
+
+RUNTIME_ENV="$("$PYTHON" - "$PYTHONPATH" <<'END'
+import json, sys
+variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_CUMEM_ENABLE": "0", "PYTHONPATH": sys.argv[1]}
+print(json.dumps({"env_vars": variables}))
+END
+)"
+# Ray gives a job's command to a shell without quoting it: so the command stands in a file, which is also its record.
+printf 'exec %q %q' "$PYTHON" "$PWD/train.py" >"$RUN_DIR/job.sh"
+printf ' %q' "${TRAIN_ARGS[@]}" >>"$RUN_DIR/job.sh"
+submission_id="sleuth-$MODEL-$(date -u +%Y%m%d-%H%M%S)-$$"
+"$PYTHON" -m ray.scripts.scripts job submit --submission-id "$submission_id" --runtime-env-json "$RUNTIME_ENV" \
+    -- bash "$RUN_DIR/job.sh"

@@ -1,0 +1,18 @@
+# The shape of Qwen2.5-3B, to be sourced: sets MODEL_ARGS. It ties its embeddings.
+# shellcheck shell=bash disable=SC2034  # MODEL_ARGS is for the script that sources this
+MODEL_ARGS=(
+    --swiglu
+    --num-layers 36
+    --hidden-size 2048
+    --ffn-hidden-size 11008
+    --num-attention-heads 16
+    --use-rotary-position-embeddings
+    --disable-bias-linear
+    --add-qkv-bias
+    --normalization RMSNorm
+    --norm-epsilon 1e-6
+    --rotary-base 1000000
+    --group-query-attention
+    --num-query-groups 2
+    --vocab-size 151936
+)

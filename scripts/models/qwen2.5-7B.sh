@@ -1,0 +1,19 @@
+# The shape of Qwen2.5-7B, to be sourced: sets MODEL_ARGS. It has its own output matrix.
+# shellcheck shell=bash disable=SC2034  # MODEL_ARGS is for the script that sources this
+MODEL_ARGS=(
+    --swiglu
+    --num-layers 28
+    --hidden-size 3584
+    --ffn-hidden-size 18944
+    --num-attention-heads 28
+    --use-rotary-position-embeddings
+    --disable-bias-linear
+    --add-qkv-bias
+    --normalization RMSNorm
+    --norm-epsilon 1e-6
+    --rotary-base 1000000
+    --group-query-attention
+    --num-query-groups 4
+    --vocab-size 152064
+    --untie-embeddings-and-output-weights
+)

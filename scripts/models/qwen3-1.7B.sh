@@ -1,0 +1,19 @@
+# The shape of Qwen3-1.7B, to be sourced: sets MODEL_ARGS. It ties its embeddings.
+# shellcheck shell=bash disable=SC2034  # MODEL_ARGS is for the script that sources this
+MODEL_ARGS=(
+    --swiglu
+    --num-layers 28
+    --hidden-size 2048
+    --ffn-hidden-size 6144
+    --num-attention-heads 16
+    --use-rotary-position-embeddings
+    --disable-bias-linear
+    --normalization RMSNorm
+    --norm-epsilon 1e-6
+    --rotary-base 1000000
+    --group-query-attention
+    --num-query-groups 8
+    --qk-layernorm
+    --kv-channels 128
+    --vocab-size 151936
+)
