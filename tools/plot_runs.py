@@ -1,13 +1,15 @@
-"""Draws the curves of several runs into one PNG.
+"""Draws the curves of several runs into one PNG, and prints their numbers before and after as a markdown table.
 
     python tools/plot_runs.py runs/demo/a runs/demo/b --output docs/images/demo_curves.png
 
-Runs are named by the seed that their configuration holds, or by their folder.
+Runs are named by the seed that their configuration holds, or by their folder. The table is made of their
+`summary.json`, which tools/demo_report.py writes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +31,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(labels) != len(options.run_dirs):
         parser.error(f"expected {len(options.run_dirs)} labels, one a run, found {len(labels)}")
     plot_runs([run / "metrics.jsonl" for run in options.run_dirs], options.output, labels)
+    print("\n".join(markdown_table(options.run_dirs, labels)))
     return 0
+
+
+COLUMNS = {
+    "EM, T = 1": "exact_match_t1",
+    "EM, greedy": "exact_match_greedy",
+    "format, T = 1": "format_t1",
+    "searches, T = 1": "searches_t1",
+    "reward, T = 1": "reward_t1",
+}
+
+
+def markdown_table(run_dirs: Sequence[Path], labels: Sequence[str]) -> list[str]:
+    """A line a run: each number before -> after, steps, and seconds; what is not known is said to be missing."""
+    heads = ["run", *COLUMNS, "steps", "seconds"]
+    lines = [heads, ["---"] * len(heads)]
+    for run, label in zip(run_dirs, labels, strict=True):
+        path = run / "summary.json"
+        summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        table = summary.get("table", {})
+        numbers = [_change(table.get(key, {})) for key in COLUMNS.values()]
+        lines.append([label, *numbers, *(str(summary.get(key, "missing")) for key in ("steps", "seconds"))])
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def _change(numbers: dict[str, float | None]) -> str:
+    before, after = (numbers.get(when) for when in ("before", "after"))
+    return " -> ".join("missing" if value is None else f"{value:.3f}" for value in (before, after))
 
 
 def default_labels(run_dirs: Sequence[Path]) -> list[str]:

@@ -29,6 +29,8 @@ REWARD = (
     Metric("reward/exact_match", "share", "answers that equal an accepted answer after normalisation"),
     Metric("reward/valid_format", "share", "trajectories that keep the tag protocol"),
     Metric("reward/retrieval_hit", "share", "trajectories in which a retrieved passage holds an accepted answer"),
+    Metric("reward/f1", "", "mean token F1 against the nearest accepted answer"),
+    Metric("reward/answered", "share", "trajectories that give an answer"),
     Metric("reward/<component>", "", "mean of any other component that the reward hook returns"),
 )
 
@@ -51,6 +53,11 @@ ROLLOUT = (
     ),
     Metric("rollout/stop/<reason>", "share", "trajectories that ended for this reason: see the end of this page"),
     Metric("rollout/searches", "searches", "mean searches of a trajectory"),
+    Metric("rollout/turns", "turns", "mean generations of a trajectory"),
+    Metric("rollout/invalid_actions", "actions", "mean invalid actions of a trajectory"),
+    Metric("rollout/observation_length", "tokens", "mean tokens of passages in a trajectory"),
+    Metric("rollout/generation_seconds", "s", "mean time that a trajectory waits for the engine"),
+    Metric("rollout/search_seconds", "s", "mean time that a trajectory waits for searches"),
     Metric("rollout/tokens", "tokens", "supervised training only: tokens of the step's trajectories"),
     Metric("rollout/weight_version/min", "", "oldest policy version among the samples"),
     Metric("rollout/weight_version/max", "", "newest policy version among the samples"),

@@ -63,7 +63,7 @@ def trajectory_record(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dic
         "rollout_metrics": {name: finite(value) for name, value in sample.rollout_metrics.items()},
         "weight_version": sample.weight_version,
         "label": _plain(sample.label),
-        "prompt": tokenizer.decode(sample.trace.prompt_ids),
+        "prompt": _decode(sample.trace.prompt_ids, tokenizer),
         "segments": [_segment_record(sample, segment, tokenizer) for segment in sample.trace.segments],
         "prompt_ids": list(sample.trace.prompt_ids),
         "response_ids": list(sample.trace.response_ids),
@@ -81,8 +81,13 @@ def _segment_record(sample: Sample, segment: Segment, tokenizer: PreTrainedToken
         "tokens": segment.end - segment.start,
         "trained_tokens": trained,
         "mean_log_prob": None if mean_log_prob is None else round(mean_log_prob, 4),
-        "text": tokenizer.decode(sample.trace.response_ids[span]),
+        "text": _decode(sample.trace.response_ids[span], tokenizer),
     }
+
+
+def _decode(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text as the model sees it: special tokens and spaces stay."""
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _plain(value: Any) -> Any:

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from tools.plot_runs import default_labels, main
@@ -25,6 +27,16 @@ def test_a_png_is_written(runs, tmp_path):
     png = tmp_path / "out" / "curves.png"
     assert main([*map(str, runs), "--output", str(png)]) == 0
     assert png.stat().st_size > 10_000
+
+
+def test_the_table_shows_before_and_after_and_what_is_missing(runs, tmp_path, capsys):
+    numbers = {"exact_match_t1": {"before": 0.1, "after": 0.4}, "reward_t1": {"before": None, "after": 0.5}}
+    (runs[0] / "summary.json").write_text(json.dumps({"table": numbers, "steps": 50, "seconds": 400.5}))
+    assert main([*map(str, runs), "--output", str(tmp_path / "curves.png")]) == 0
+    first, second = capsys.readouterr().out.splitlines()[2:]
+    assert first.startswith("| a | 0.100 -> 0.400 | missing -> missing |")
+    assert first.endswith("| missing -> 0.500 | 50 | 400.5 |")
+    assert second.endswith("| missing | missing |")
 
 
 @pytest.mark.parametrize(
