@@ -1,0 +1,44 @@
+"""One engine under Ray: `ray.remote(EngineActor).options(...).remote(config)`.
+
+A plain class, so that it can be tested, and made an actor with any resources, by whoever places it. The server dies
+with the actor's process, also when Ray kills that.
+"""
+
+from __future__ import annotations
+
+from sleuth.engine.server import EngineConfig, EngineServer
+
+
+class EngineActor:
+    """Owns one `EngineServer`; see there for what the methods do."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._server = EngineServer(config)
+
+    def start(self) -> str:
+        """Start the server and return its url."""
+        return self._server.start()
+
+    def url(self) -> str:
+        return self._server.url
+
+    def health(self) -> bool:
+        return self._server.is_healthy()
+
+    def log_tail(self) -> str:
+        """The end of the server's log, for an error message."""
+        return self._server.log_tail()
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    def restart(self) -> str:
+        """Stop and start: a new url, and the weights of `config.model_path`, not those last synchronised."""
+        self._server.stop()
+        return self._server.start()
+
+    def release_memory(self, tags: tuple[str, ...] | None = None) -> None:
+        self._server.release_memory(tags)
+
+    def resume_memory(self, tags: tuple[str, ...] | None = None) -> None:
+        self._server.resume_memory(tags)

@@ -1,0 +1,49 @@
+"""The process of one engine: `python -m sleuth.engine.launch OWNER_PID FOLDER <arguments of sglang.launch_server>`.
+
+SGLang's own server, unpatched, and a watch on the owner: when the process OWNER_PID dies, however it dies, this
+process kills its whole process group and removes FOLDER, the engine's folder for temporary files.
+`sleuth.engine.server` starts it as the leader of a new group.
+
+The watch asks who the parent is instead of asking the kernel for a signal (PR_SET_PDEATHSIG): that signal is sent when
+the *thread* that started the process ends, which in a thread pool is long before the owner does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from sleuth.engine.process_group import kill_group
+
+POLL_SECONDS = 0.5
+
+
+def watch_owner(owner_pid: int, folder: Path) -> None:
+    """Kill the process group of the caller as soon as `owner_pid` is no longer its parent."""
+    while os.getppid() == owner_pid:
+        time.sleep(POLL_SECONDS)
+    kill_group(os.getpgrp(), folder)
+
+
+def main(argv: list[str]) -> None:
+    owner_pid, folder, server_argv = int(argv[0]), Path(argv[1]), argv[2:]
+    assert os.getpgrp() == os.getpid(), "must lead a process group of its own: it kills the group"
+    threading.Thread(target=watch_owner, args=(owner_pid, folder), daemon=True).start()
+
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        run_server(prepare_server_args(server_argv))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,300 @@
+"""One SGLang server as a child process: started, watched and stopped, by pid and nothing else. Knows nothing of Ray.
+
+    with EngineServer(EngineConfig(model_path="model", dtype="float32")) as server:
+        requests.post(server.url + "/generate", json=...)
+
+The server leads a process group of its own. `stop` ends that group; so does the server's own watch when the process
+that owns this object dies, however it dies (`sleuth.engine.launch`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import requests
+
+from sleuth.engine.process_group import group_members, kill_group, shared_memory_files
+
+logger = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+CPU_STUBS = Path(__file__).parent / "cpu_stubs"
+PACKAGE_ROOT = Path(__file__).parents[2]
+POLL_SECONDS = 0.2
+PORT_ATTEMPTS = 3
+GPU_GRACE_SECONDS = 20.0
+KILL_SECONDS = 10.0
+LOG_TAIL_LINES = 25
+PORT_TAKEN = ("address already in use", "EADDRINUSE")
+
+
+class EngineStartError(RuntimeError):
+    """The server ended or gave no sign of health in time; the message carries the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How to start one server.
+
+    On a machine without CUDA it runs on the CPU, on which `tensor_parallel_size`, `base_gpu_id`,
+    `mem_fraction_static` and `enable_memory_saver` mean nothing.
+    """
+
+    model_path: str | Path
+    seed: int = 1234
+    dtype: str = "auto"
+    """float32, bfloat16, or auto: bfloat16 where CUDA is, else float32."""
+    log_path: str | Path | None = None
+    """A file of its own; None: one in the folder for temporary files."""
+    context_length: int | None = None
+    """In tokens; None: what the model's configuration says."""
+    max_total_tokens: int | None = None
+    """Tokens the KV cache holds; None: 65,536 on a CPU, on GPUs what `mem_fraction_static` leaves room for."""
+    max_running_requests: int = 256
+    """Requests that are decoded together; more of them wait in the server's queue."""
+    cpu_threads: int = 1
+    """OMP_NUM_THREADS. With a tiny model more threads are many times slower."""
+    tensor_parallel_size: int = 1
+    base_gpu_id: int = 0
+    """The physical number of the first GPU."""
+    mem_fraction_static: float | None = None
+    """The share of a GPU's memory for weights and KV cache."""
+    enable_memory_saver: bool = False
+    """Lets `release_memory` hand the GPU's memory to a trainer on the same device."""
+    start_timeout: float = 600.0
+    """Seconds until the server must answer."""
+    extra_args: tuple[str, ...] = ()
+    """More arguments of sglang.launch_server; they win over the ones chosen here."""
+
+
+class EngineServer:
+    """See the module. An object can be started again after it was stopped or died; it then gets a new port."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.log_path = Path(config.log_path) if config.log_path else _temporary_log()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._url: str | None = None
+        self._folder = Path()
+        self._shared_memory: set[Path] = set()
+        self._on_gpu = False
+
+    @property
+    def url(self) -> str:
+        """Where it listens, without a slash at the end; RuntimeError before it was started."""
+        if self._url is None:
+            raise RuntimeError("the engine was not started: call start() first")
+        return self._url
+
+    @property
+    def pid(self) -> int | None:
+        """The process that leads the server's group; None while nothing runs."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> str:
+        """Start the server, wait until it is healthy and return its url.
+
+        Raises EngineStartError, with the end of the log, if it ends before or is not healthy within
+        `config.start_timeout` seconds; nothing of it then runs any more.
+        """
+        if self.is_alive():
+            raise RuntimeError(f"the engine at {self.url} already runs")
+        self.stop()
+        started = time.monotonic()
+        for attempt in range(1, PORT_ATTEMPTS + 1):
+            try:
+                self._launch()
+                self._wait_until_healthy(started + self.config.start_timeout)
+            except BaseException as error:
+                self.stop()
+                # Between our choice of a free port and the server's use of it, another process can take it.
+                if isinstance(error, EngineStartError) and attempt < PORT_ATTEMPTS and self._port_was_taken():
+                    logger.warning("port of %s was taken meanwhile; trying another", self._url)
+                    continue
+                raise
+            break
+        logger.info("engine at %s is up after %.1f s, log %s", self.url, time.monotonic() - started, self.log_path)
+        return self.url
+
+    def is_alive(self) -> bool:
+        """Whether the process runs (it may still be starting)."""
+        return self._process is not None and self._process.poll() is None
+
+    def is_healthy(self, timeout: float = 5.0) -> bool:
+        """Whether the server answers within `timeout` seconds."""
+        if not self.is_alive():
+            return False
+        try:
+            return requests.get(f"{self.url}/health", timeout=timeout).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        """The last lines of the log."""
+        try:
+            with self.log_path.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 64 * 1024))
+                text = file.read().decode(errors="replace")
+        except FileNotFoundError:
+            return "(there is no log)"
+        return "\n".join(text.splitlines()[-lines:])
+
+    def stop(self, grace: float | None = None) -> None:
+        """End the server and all it started; does nothing if none runs.
+
+        `grace`: seconds it gets to end by itself before it is killed. None: 20 on GPUs, whose memory a killed server
+        can leave occupied; none at all on a CPU, where it would only use them to wait.
+        """
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        grace = (GPU_GRACE_SECONDS if self._on_gpu else 0.0) if grace is None else grace
+        if grace > 0 and process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace)
+        # The group's number stays reserved while any member lives, so this never meets a stranger.
+        members = group_members(process.pid)
+        kill_group(process.pid, self._folder, self._shared_memory)
+        self._shared_memory = set()
+        process.wait()
+        psutil.wait_procs(members, timeout=KILL_SECONDS)
+
+    def release_memory(self, tags: tuple[str, ...] | None = None, timeout: float = 120.0) -> None:
+        """Give the GPU's memory back: `tags` out of weights, kv_cache and cuda_graph; None: all.
+
+        Only an idle engine can: one with requests under way dies.
+        """
+        self._post("release_memory_occupation", {"tags": tags}, timeout)
+
+    def resume_memory(self, tags: tuple[str, ...] | None = None, timeout: float = 120.0) -> None:
+        """Take memory again that `release_memory` gave back; the weights in it are undefined until the next sync."""
+        self._post("resume_memory_occupation", {"tags": tags}, timeout)
+
+    def __enter__(self) -> EngineServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _launch(self) -> None:
+        port = _free_port()
+        self._url = f"http://{HOST}:{port}"
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._on_gpu = has_cuda()
+        self._folder = Path(tempfile.mkdtemp(prefix="sleuth-engine-"))
+        launch = [sys.executable, "-m", "sleuth.engine.launch", str(os.getpid()), str(self._folder)]
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*launch, *server_args(self.config, port, self._on_gpu)],
+                env=server_environment(self.config, self._folder, self._on_gpu),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _wait_until_healthy(self, deadline: float) -> None:
+        while not self.is_healthy():
+            if self._process is not None and self._process.poll() is not None:
+                raise self._start_error(f"ended with exit code {self._process.returncode} before it was ready")
+            if time.monotonic() > deadline:
+                raise self._start_error(f"was not healthy after {self.config.start_timeout:.0f} s")
+            time.sleep(POLL_SECONDS)
+        assert self._process is not None
+        self._shared_memory = shared_memory_files(self._process.pid)  # a server that dies by itself leaves it
+
+    def _start_error(self, what: str) -> EngineStartError:
+        return EngineStartError(
+            f"the engine for {self.config.model_path} {what}; the end of its log {self.log_path}:\n{self.log_tail()}"
+        )
+
+    def _port_was_taken(self) -> bool:
+        tail = self.log_tail().lower()
+        return any(words.lower() in tail for words in PORT_TAKEN)
+
+    def _post(self, path: str, body: dict[str, Any], timeout: float) -> None:
+        response = requests.post(f"{self.url}/{path}", json=body, timeout=timeout)
+        if response.status_code != 200:
+            raise RuntimeError(f"{self.url}/{path} answered {response.status_code}: {response.text[:500]}")
+
+
+def has_cuda() -> bool:
+    """Whether the engine runs on GPUs; asked without starting CUDA in this process."""
+    import torch
+
+    return torch.version.cuda is not None and torch.cuda.device_count() > 0
+
+
+def server_args(config: EngineConfig, port: int, on_gpu: bool) -> list[str]:
+    """The arguments of sglang.launch_server for one engine."""
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if on_gpu else "float32"
+    args: dict[str, Any] = {
+        "--model-path": config.model_path,
+        "--host": HOST,
+        "--port": port,
+        "--dtype": dtype,
+        "--random-seed": config.seed,
+        "--max-running-requests": config.max_running_requests,
+        "--context-length": config.context_length,
+        "--max-total-tokens": config.max_total_tokens,
+    }
+    flags: list[str] = []
+    if on_gpu:
+        args |= {
+            "--tp-size": config.tensor_parallel_size,
+            "--base-gpu-id": config.base_gpu_id,
+            "--mem-fraction-static": config.mem_fraction_static,
+        }
+        flags += ["--enable-memory-saver"] if config.enable_memory_saver else []
+    else:
+        args |= {
+            "--device": "cpu",
+            "--attention-backend": "torch_native",
+            "--sampling-backend": "pytorch",
+            # Without a bound it takes half of the machine's memory.
+            "--max-total-tokens": config.max_total_tokens or 65_536,
+        }
+        flags += ["--sleep-on-idle"]  # else an idle engine keeps a core busy that the trainer needs
+    named = [str(item) for name, value in args.items() if value is not None for item in (name, value)]
+    return [*named, *flags, *config.extra_args]
+
+
+def server_environment(config: EngineConfig, folder: Path, on_gpu: bool) -> dict[str, str]:
+    """The environment of the server's process: ours, `folder` for its sockets, and stand-ins where CUDA is missing."""
+    paths = [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = dict(os.environ, OMP_NUM_THREADS=str(config.cpu_threads), TMPDIR=str(folder))
+    if on_gpu:
+        environment["NCCL_CUMEM_ENABLE"] = "0"  # memory that NCCL maps itself cannot be released
+    else:
+        paths.insert(0, str(CPU_STUBS))
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return environment
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _temporary_log() -> Path:
+    handle, name = tempfile.mkstemp(prefix="sleuth-engine-", suffix=".log")
+    os.close(handle)
+    return Path(name)

@@ -1,0 +1,238 @@
+"""The rollout's way to the engines: token ids in, token ids and log-probabilities out, over HTTP.
+
+    async with EngineClient(urls, max_concurrency=256, vocab_size=embedding_size(model_path)) as client:
+        generation = await client.generate(input_ids, {"temperature": 1.0, "max_new_tokens": 64})
+
+Requests go to the engines in turn. How many are under way is bounded per engine; the bound holds a place only while a
+request is being answered, so a trajectory that searches holds none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import tenacity
+
+from sleuth.rollout.context import Generation
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 4
+FIRST_WAIT_SECONDS = 0.5
+MAX_WAIT_SECONDS = 8.0
+TRANSIENT_STATUS = frozenset({429, 500, 502, 503, 504})
+# What the contract of `generate` needs; the caller's parameters cannot change it.
+FIXED_SAMPLING_PARAMS = {
+    "no_stop_trim": True,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "n": 1,
+}
+
+
+class EngineError(RuntimeError):
+    """An engine could not be reached, refused a request or answered nonsense; the message names its url."""
+
+
+class _TransientError(EngineError):
+    """Worth another attempt."""
+
+
+class EngineClient:
+    """The engines at `urls`, as one; implements `sleuth.rollout.context.Engine`.
+
+    `max_concurrency`: requests under way per engine. `vocab_size`: rows of the model's embedding, which can be more
+    than the tokenizer's; an id beyond it would kill the server, so it never leaves here. `timeout`: seconds for one
+    request.
+
+    All coroutines must run in one event loop, the one of the first call.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        max_concurrency: int,
+        vocab_size: int,
+        timeout: float = 1800.0,
+        attempts: int = ATTEMPTS,
+        first_wait: float = FIRST_WAIT_SECONDS,
+    ) -> None:
+        if not urls:
+            raise ValueError("expected at least one engine url, found none: start an engine first")
+        if max_concurrency < 1 or vocab_size < 1 or attempts < 1:
+            raise ValueError(
+                "expected max_concurrency, vocab_size and attempts of at least 1, "
+                f"found {max_concurrency}, {vocab_size} and {attempts}"
+            )
+        self.urls = tuple(url.rstrip("/") for url in urls)
+        self.vocab_size = vocab_size
+        self._places = {url: asyncio.Semaphore(max_concurrency) for url in self.urls}
+        self._turns = itertools.cycle(self.urls)
+        self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=10.0)
+        self._attempts = attempts
+        self._first_wait = first_wait
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def generate(self, input_ids: Sequence[int], sampling_params: dict[str, Any]) -> Generation:
+        """Continue `input_ids`; log-probabilities are those at the temperature sampled with, unscaled where it is 0.
+
+        Stop strings are kept: `text` ends right after one, `ids` hold the whole token it ended in.
+        Raises ValueError for ids the model has no embedding of, EngineError for anything the engines do.
+        """
+        self._check_ids(input_ids)
+        body = {
+            "input_ids": list(input_ids),
+            "sampling_params": {**sampling_params, **FIXED_SAMPLING_PARAMS},
+            "return_logprob": True,
+        }
+        url, answer = await self._request_with_retries("generate", body)
+        return _parse_generation(answer, url)
+
+    async def score(self, input_ids: Sequence[int]) -> list[float]:
+        """The log-probability (nats) of each id but the first, given those before it: T - 1 entries for T ids.
+
+        Always at temperature 1: SGLang divides the logits of tokens it samples by the temperature, those of a prompt
+        never. Compare with a trainer's log-probabilities at temperature 1.
+        """
+        self._check_ids(input_ids)
+        body = {
+            "input_ids": list(input_ids),
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        url, answer = await self._request_with_retries("generate", body)
+        entries = answer["meta_info"].get("input_token_logprobs") or []
+        ids, log_probs = _parse_log_probs(entries[1:], url, "prompt")
+        if ids != list(input_ids[1:]):
+            raise EngineError(f"{url}: expected scores of {len(input_ids) - 1} ids, found {len(ids)} of other ids")
+        return log_probs
+
+    async def abort_all(self) -> None:
+        """Ask every engine to end its requests; their `generate` returns with finish_reason "abort"."""
+        await asyncio.gather(*(self._request(url, "abort_request", {"abort_all": True}) for url in self.urls))
+
+    async def close(self) -> None:
+        """Close the connections; the next call opens new ones."""
+        if self._session is not None:
+            await self._session.close()
+        self._session = self._loop = None
+
+    async def __aenter__(self) -> EngineClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise ValueError("expected at least one input id, found none: the engine needs a prompt")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.vocab_size:
+            wrong = low if low < 0 else high
+            raise ValueError(
+                f"expected ids in [0, {self.vocab_size}), the rows of the model's embedding, found {wrong} at position "
+                f"{list(ids).index(wrong)}: is the tokenizer the one of the model?"
+            )
+
+    async def _request_with_retries(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Each attempt goes to the next engine in turn; returns the url that answered and what it said."""
+        async for attempt in tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(_TransientError),
+            stop=tenacity.stop_after_attempt(self._attempts),
+            wait=tenacity.wait_random_exponential(multiplier=self._first_wait, max=MAX_WAIT_SECONDS),
+            before_sleep=lambda state: logger.warning("attempt %d: %s", state.attempt_number, _cause(state)),
+            reraise=True,
+        ):
+            with attempt:
+                url = next(self._turns)
+                async with self._places[url]:
+                    return url, await self._request(url, path, body)
+        raise AssertionError("tenacity returns or raises")
+
+    async def _request(self, url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        session = self._open_session()
+        try:
+            async with session.post(f"{url}/{path}", json=body) as response:
+                text = await response.text()
+        except TimeoutError as error:
+            raise EngineError(f"{url}/{path} gave no answer within {self._timeout.total} s") from error
+        except aiohttp.ClientError as error:
+            raise _TransientError(f"{url}/{path} cannot be reached: {error!r}; has the engine died?") from error
+        if response.status in TRANSIENT_STATUS:
+            raise _TransientError(f"{url}/{path} answered {response.status}: {_message(text)} (see the engine's log)")
+        if response.status != 200:
+            raise EngineError(f"{url}/{path} refused the request with {response.status}: {_message(text)}")
+        return json.loads(text) if text else {}
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        if self._session is None:
+            # The semaphores bound the number of connections, not aiohttp.
+            self._session = aiohttp.ClientSession(timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0))
+            self._loop = loop
+        if self._loop is not loop:
+            raise RuntimeError(
+                "this EngineClient belongs to another event loop: make one per loop, or close() it there"
+            )
+        return self._session
+
+
+def embedding_size(model_path: str | Path) -> int:
+    """The rows of a Hugging Face model's embedding: `vocab_size` of its configuration."""
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(model_path).get_text_config().vocab_size)
+
+
+def _parse_generation(answer: dict[str, Any], url: str) -> Generation:
+    meta = answer["meta_info"]
+    reason = (meta["finish_reason"] or {}).get("type")
+    if reason not in ("stop", "length", "abort"):
+        raise EngineError(f"{url}: expected finish_reason stop, length or abort, found {meta['finish_reason']!r}")
+    entries = meta.get("output_token_logprobs") or []
+    if reason == "abort" and any(entry[0] is None for entry in entries):
+        entries = []  # it is not trained on; what an aborted request leaves behind may be incomplete
+    ids, log_probs = _parse_log_probs(entries, url, "output")
+    if reason != "abort" and ids != answer.get("output_ids", ids):
+        raise EngineError(
+            f"{url}: the {len(ids)} ids with log-probabilities differ from the {len(answer['output_ids'])} ids"
+        )
+    versions = meta.get("weight_versions") or []
+    version = versions[-1]["version"] if versions else meta.get("weight_version")
+    return Generation(ids, log_probs, answer["text"], reason, version)
+
+
+def _parse_log_probs(entries: list[list[Any]], url: str, what: str) -> tuple[list[int], list[float]]:
+    """Entries are [log-probability, id, text]."""
+    for position, entry in enumerate(entries):
+        if entry[0] is None or not math.isfinite(entry[0]):
+            raise EngineError(f"{url}: {what} token {position} of {len(entries)} has log-probability {entry[0]}")
+    return [entry[1] for entry in entries], [entry[0] for entry in entries]
+
+
+def _message(text: str) -> str:
+    """What an error answer says, without its JSON wrapping."""
+    try:
+        error = json.loads(text)["error"]
+        text = error["message"] if isinstance(error, dict) else str(error)
+    except (ValueError, KeyError, TypeError):
+        pass
+    return text[:1000]
+
+
+def _cause(state: tenacity.RetryCallState) -> BaseException | None:
+    return state.outcome.exception() if state.outcome else None

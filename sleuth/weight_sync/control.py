@@ -1,0 +1,134 @@
+"""The steps that frame every way of updating weights: pause the engines, change their weights, flush, continue."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any, Literal
+
+import requests
+
+logger = logging.getLogger(__name__)
+
+PauseMode = Literal["abort", "retract", "in_place"]
+FLUSH_POLL_SECONDS = 0.1
+
+
+class WeightSyncError(RuntimeError):
+    """An update failed; the message says in which state the engines are. `paused`: whether they still are paused."""
+
+    def __init__(self, message: str, *, paused: bool) -> None:
+        super().__init__(message)
+        self.paused = paused
+
+
+class EngineGroup:
+    """Talks to the engines at `urls` at once, over HTTP. `timeout`: seconds for one request."""
+
+    def __init__(self, urls: Sequence[str], timeout: float = 600.0) -> None:
+        if not urls:
+            raise ValueError("expected at least one engine url, found none")
+        self.urls = [url.rstrip("/") for url in urls]
+        self.timeout = timeout
+        self.weights_touched = False
+        self._session_open = False
+        self._pool = ThreadPoolExecutor(len(self.urls), thread_name_prefix="weight-sync")
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def post(self, path: str, body: dict[str, Any] | bytes) -> None:
+        """Post to every engine at once; a WeightSyncError names each that failed, and why."""
+        errors = [error for error in self._pool.map(lambda url: self._post_one(url, path, body), self.urls) if error]
+        if errors:
+            raise WeightSyncError("; ".join(errors), paused=True)
+
+    def change_weights(self, path: str, body: dict[str, Any] | bytes) -> None:
+        """As `post`; from here on a failure leaves weights that are partly old and partly new."""
+        self.weights_touched = True
+        self.post(path, body)
+
+    def open_session(self) -> None:
+        """Begin an update of several requests (SGLang: `/begin_weight_update`)."""
+        self._session_open = True
+        self.post("begin_weight_update", {})
+
+    def close_session(self) -> None:
+        """End the update, if one was begun; without it the next could not begin."""
+        if self._session_open:
+            self.post("end_weight_update", {})
+            self._session_open = False
+
+    def flush(self) -> None:
+        """Empty the prefix caches, which hold keys and values of the old weights; waits for pending requests."""
+        deadline = time.monotonic() + self.timeout
+        while True:
+            try:
+                return self.post("flush_cache", {})
+            except WeightSyncError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(FLUSH_POLL_SECONDS)
+
+    def _post_one(self, url: str, path: str, body: dict[str, Any] | bytes) -> str | None:
+        try:
+            if isinstance(body, bytes):
+                headers = {"Content-Type": "application/json"}
+                response = requests.post(f"{url}/{path}", data=body, headers=headers, timeout=self.timeout)
+            else:
+                response = requests.post(f"{url}/{path}", json=body, timeout=self.timeout)
+        except requests.RequestException as error:
+            return f"{url}/{path} cannot be reached: {error!r}"
+        if response.status_code != 200:
+            return f"{url}/{path} answered {response.status_code}: {response.text[:500]}"
+        return None
+
+
+@contextmanager
+def paused_engines(urls: Sequence[str], *, mode: PauseMode = "abort", timeout: float = 600.0) -> Iterator[EngineGroup]:
+    """Pause the engines around an update of their weights; afterwards flush their caches and let them continue.
+
+    `mode` says what becomes of requests under way: abort ends them, retract computes them anew with the new weights,
+    in_place carries on with the old keys and values (the caches can then not be flushed while any is under way).
+
+    If the update fails before it touched a weight, the engines continue with the old ones. If it fails later they stay
+    paused, since nothing sensible can be sampled from them. The WeightSyncError says which.
+    """
+    group = EngineGroup(urls, timeout)
+    try:
+        group.post("pause_generation", {"mode": mode})
+        yield group
+        group.flush()
+        group.post("continue_generation", {})
+    except Exception as error:
+        raise _after_failure(group, error) from error
+    finally:
+        group.close()
+
+
+def _after_failure(group: EngineGroup, error: Exception) -> WeightSyncError:
+    engines = ", ".join(group.urls)
+    with suppress(WeightSyncError):  # what matters is the first error
+        group.close_session()
+    if group.weights_touched:
+        return WeightSyncError(
+            f"the weight update failed: {error}. The engines {engines} are left PAUSED with weights partly old and "
+            "partly new: restart them, or repeat the update",
+            paused=True,
+        )
+    try:
+        group.post("continue_generation", {})
+    except WeightSyncError as second:
+        return WeightSyncError(
+            f"the weight update failed before any weight changed: {error}. Some of the engines {engines} are left "
+            f"PAUSED, since they could not be told to continue: {second}",
+            paused=True,
+        )
+    return WeightSyncError(
+        f"the weight update failed before any weight changed: {error}. The engines {engines} continue with the old "
+        "weights",
+        paused=False,
+    )

@@ -1,0 +1,24 @@
+"""Trainer to engines by way of a folder that both can read: slower than tensors, and it works across machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from sleuth.weight_sync.control import PauseMode, paused_engines
+
+
+def load_weights_from_disk(
+    urls: Sequence[str], model_path: str | Path, version: str, *, mode: PauseMode = "abort", timeout: float = 600.0
+) -> None:
+    """Have every engine at `urls` load the Hugging Face model in `model_path` as weights `version`.
+
+    The folder must be complete, and visible to the engines under that path. ValueError if it has no configuration;
+    WeightSyncError if an engine fails, saying whether the engines are left paused.
+    """
+    path = Path(model_path).resolve()
+    if not (path / "config.json").is_file():
+        raise ValueError(f"expected a Hugging Face model in {path}, found no config.json there: export one first")
+    body = {"model_path": str(path), "weight_version": version, "flush_cache": False}
+    with paused_engines(urls, mode=mode, timeout=timeout) as engines:
+        engines.change_weights("update_weights_from_disk", body)

@@ -1,0 +1,182 @@
+"""A server of the test's own: how it starts, dies and is stopped, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sleuth.engine.process_group import group_members
+from sleuth.engine.server import (
+    PACKAGE_ROOT,
+    EngineConfig,
+    EngineServer,
+    EngineStartError,
+    server_args,
+    server_environment,
+)
+from sleuth.weight_sync.control import WeightSyncError
+from sleuth.weight_sync.tensor import push_weights
+from tests.conftest import RunningEngine, load_float32
+from tests.tiny_models import make_tiny_model
+
+OWNER = """
+import json, sys, time
+from sleuth.engine.server import EngineConfig, EngineServer
+server = EngineServer(EngineConfig(sys.argv[1], log_path=sys.argv[2]))
+server.start()
+print(json.dumps({"pid": server.pid, "folder": str(server._folder)}), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", "qwen3")
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    return psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+@pytest.mark.engine
+def test_start_restart_and_stop_leave_nothing_behind(model_path: Path, tmp_path: Path) -> None:
+    before = shared_memory()
+    server = EngineServer(EngineConfig(model_path, log_path=tmp_path / "engine.log"))
+    first = server.start()
+    assert server.is_healthy()
+    with pytest.raises(RuntimeError, match="already runs"):
+        server.start()
+    assert server.pid is not None
+    members = group_members(server.pid)
+    assert len(members) >= 3, "the server, its scheduler and its detokenizer"
+
+    # A killed scheduler takes the server down: that is noticed, and the object can start another.
+    next(p for p in members if "scheduler" in " ".join(p.cmdline())).kill()
+    deadline = time.monotonic() + 60
+    while server.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not server.is_alive()
+    assert not server.is_healthy()
+    with pytest.raises(WeightSyncError, match="cannot be reached"):
+        push_weights([first], load_float32(model_path).state_dict().items(), "1")
+
+    assert server.start() != first
+    members += group_members(server.pid)
+    started = time.monotonic()
+    server.stop()
+    assert time.monotonic() - started < 10
+    assert not server.is_alive()
+    server.stop()  # a second time does nothing
+    assert wait_until_gone(members, 1) == []
+    assert shared_memory() <= before
+    assert not server._folder.exists()
+
+
+@pytest.mark.engine
+def test_the_server_dies_with_its_owner(model_path: Path, tmp_path: Path) -> None:
+    before = shared_memory()
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(model_path), str(tmp_path / "engine.log")],
+        cwd=PACKAGE_ROOT,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert owner.stdout is not None
+        started = json.loads(owner.stdout.readline())
+        members = group_members(started["pid"])
+        assert len(members) >= 3
+    finally:
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+    assert wait_until_gone(members, 10) == []
+    assert shared_memory() <= before
+    assert not Path(started["folder"]).exists()
+
+
+@pytest.mark.engine
+def test_a_failed_start_shows_the_log(tmp_path: Path) -> None:
+    server = EngineServer(EngineConfig(tmp_path / "no-model", log_path=tmp_path / "engine.log"))
+    with pytest.raises(EngineStartError, match=r"(?s)no-model ended with exit code.*engine\.log:.*no-model"):
+        server.start()
+    assert not server.is_alive()
+
+
+@pytest.mark.engine
+def test_a_late_start_is_stopped(model_path: Path, tmp_path: Path) -> None:
+    server = EngineServer(EngineConfig(model_path, log_path=tmp_path / "engine.log", start_timeout=2.0))
+    with pytest.raises(EngineStartError, match="was not healthy after 2 s"):
+        server.start()
+    assert not server.is_alive()
+
+
+@pytest.mark.engine
+def test_an_idle_engine_uses_no_cpu(engine: RunningEngine) -> None:
+    assert engine.server.pid is not None
+    members = group_members(engine.server.pid)
+    time.sleep(1.0)
+
+    def cpu_seconds() -> float:
+        return sum(sum(member.cpu_times()[:2]) for member in members)
+
+    before = cpu_seconds()
+    time.sleep(3.0)
+    assert (cpu_seconds() - before) / 3.0 < 0.2, "share of a core; without --sleep-on-idle it is 1"
+
+
+def test_url_before_start(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="call start"):
+        _ = EngineServer(EngineConfig("model", log_path=tmp_path / "log")).url
+
+
+def value_of(args: list[str], name: str) -> str:
+    return args[args.index(name) + 1]
+
+
+def test_arguments_on_a_cpu() -> None:
+    args = server_args(EngineConfig("model", seed=3), 1234, on_gpu=False)
+    assert value_of(args, "--device") == "cpu"
+    assert value_of(args, "--dtype") == "float32"
+    assert value_of(args, "--random-seed") == "3"
+    assert value_of(args, "--max-total-tokens") == "65536"
+    assert "--sleep-on-idle" in args
+    assert "--tp-size" not in args
+
+
+def test_arguments_on_gpus() -> None:
+    config = EngineConfig(
+        "model",
+        tensor_parallel_size=2,
+        base_gpu_id=4,
+        mem_fraction_static=0.7,
+        enable_memory_saver=True,
+        extra_args=("--attention-backend", "fa3"),
+    )
+    args = server_args(config, 1234, on_gpu=True)
+    assert value_of(args, "--tp-size") == "2"
+    assert value_of(args, "--base-gpu-id") == "4"
+    assert value_of(args, "--mem-fraction-static") == "0.7"
+    assert value_of(args, "--dtype") == "bfloat16"
+    assert "--enable-memory-saver" in args
+    assert "--device" not in args
+    assert args[-2:] == ["--attention-backend", "fa3"]
+
+
+def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    on_cpu = server_environment(EngineConfig("model", cpu_threads=2), tmp_path, on_gpu=False)
+    on_gpu = server_environment(EngineConfig("model"), tmp_path, on_gpu=True)
+    assert on_cpu["OMP_NUM_THREADS"] == "2"
+    assert on_cpu["PYTHONPATH"].endswith(f"cpu_stubs{os.pathsep}{PACKAGE_ROOT}{os.pathsep}/mine")
+    assert "cpu_stubs" not in on_gpu["PYTHONPATH"]
