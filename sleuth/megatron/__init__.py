@@ -1,0 +1,9 @@
+"""The trainer: a policy in megatron-core, on GPUs or on a CPU.
+
+Importing this package prepares megatron-core for the machine (see `device.py`), so its modules may import
+megatron freely.
+"""
+
+from sleuth.megatron import device
+
+device.install()

@@ -1,0 +1,142 @@
+"""Packed self-attention over torch's scaled dot product, with zigzag context parallelism.
+
+It is the core attention of the layer spec where TransformerEngine is not installed (megatron's own refuses
+packed sequences and context parallelism). Device-neutral.
+
+Layout: a micro-batch is one row of sequences laid end to end ("thd": tokens, heads, head dimension). Under
+context parallelism rank r of C holds, of every sequence, the chunks r and 2C-1-r of 2C equal ones, so that the
+causal work is equal on all ranks; keys and values are gathered, queries stay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from sleuth.algo.context_parallel import zigzag_index
+
+# Sequences are padded and attended to together while padding adds at most this fraction of tokens.
+_MAX_PADDING = 0.25
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention within each sequence of a packed row.
+
+    `forward(query, key, value, ...)`: query [t, heads, d], key and value [t, kv heads, d], this rank's share of
+    the row; returns [t, heads * d].
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__()
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout != 0.0:
+            raise ValueError(f"--attention-dropout {dropout} needs TransformerEngine; without it use 0")
+        assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), attn_mask_type
+        group = getattr(pg_collection, "cp", None)
+        self.group = parallel_state.get_context_parallel_group() if group is None else group
+        self.size, self.rank = self.group.size(), self.group.rank()
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        assert packed_seq_params is not None, "only packed rows are supported"
+        bounds = packed_seq_params.cu_seqlens_q_padded
+        lengths = (bounds[1:] - bounds[:-1]).tolist()
+        if self.size == 1:
+            return self._packed(query, key, value, lengths)
+        return self._context_parallel(query, key, value, lengths)
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+        """All sequences are whole here: pad those of similar length to one batch. Causality hides the padding."""
+        pieces: list[Tensor | None] = [None] * len(lengths)
+        queries, keys, values = (x.split(lengths) for x in (query, key, value))
+        for indices in _similar_lengths(lengths):
+            q, k, v = (_pad([x[i] for i in indices]) for x in (queries, keys, values))
+            attended = self._attend(q, k, v)
+            for row, i in enumerate(indices):
+                pieces[i] = attended[row, : lengths[i]]
+        return torch.cat([piece for piece in pieces if piece is not None]).flatten(1)
+
+    def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+        """Each rank attends with its two chunks of every sequence to all keys before them."""
+        gathered = self._gather(torch.stack([key, value], 1), lengths)
+        pieces, start_q, start_k = [], 0, 0
+        for length in lengths:
+            chunk = length // (2 * self.size)
+            for position in (self.rank, 2 * self.size - 1 - self.rank):
+                keys = gathered[None, start_k : start_k + (position + 1) * chunk]
+                pieces.append(self._attend(query[None, start_q : start_q + chunk], keys[:, :, 0], keys[:, :, 1])[0])
+                start_q += chunk
+            start_k += length
+        return torch.cat(pieces).flatten(1)
+
+    def _gather(self, x: Tensor, lengths: list[int]) -> Tensor:
+        """[t / C, ...] of every rank -> [t, ...] in sequence order; the backward pass is a reduce-scatter."""
+        full = gather_from_sequence_parallel_region(x.contiguous(), tensor_parallel_output_grad=True, group=self.group)
+        order = torch.cat([zigzag_index(lengths, self.size, rank) for rank in range(self.size)]).to(x.device)
+        return full[torch.argsort(order)]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[b, s, heads, d] and [b, s', kv heads, d], s' >= s: the last query sees all keys. Returns like `query`."""
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        groups = query.shape[1] != key.shape[1]
+        square = query.shape[2] == key.shape[2]
+        mask = None if square else _lower_right_mask(query, key)
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=square, scale=self.scale, enable_gqa=groups
+        )
+        return out.transpose(1, 2)
+
+
+def _lower_right_mask(query: Tensor, key: Tensor) -> Tensor:
+    """The causal mask aligned to the last query and key; on CUDA as a bias that flash attention understands."""
+    if query.is_cuda:
+        return causal_lower_right(query.shape[2], key.shape[2])
+    ones = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+    return ones.tril(key.shape[2] - query.shape[2])
+
+
+def _pad(pieces: list[Tensor]) -> Tensor:
+    """Sequences [s_i, heads, d] -> [b, max s, heads, d], zeros at the end."""
+    return torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True)
+
+
+def _similar_lengths(lengths: list[int]) -> list[list[int]]:
+    """Group indices by length so that padding a group to its longest adds at most `_MAX_PADDING`."""
+    groups: list[list[int]] = []
+    total = longest = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        padded = longest * (len(groups[-1]) + 1) if groups else 0
+        if not groups or padded > (total + lengths[index]) * (1 + _MAX_PADDING):
+            groups.append([])
+            total, longest = 0, lengths[index]
+        groups[-1].append(index)
+        total += lengths[index]
+    return groups

@@ -1,0 +1,316 @@
+"""Checkpoints in megatron's torch_dist format: whole or not there, and readable in another parallel layout.
+
+    <folder>/latest_checkpointed_iteration.txt      the step of the newest whole checkpoint
+    <folder>/iter_0000020/                          weights and optimizer (torch_dist), rollout_state.json,
+                                                    sleuth.json (what it is), rng_*.pt (random state, one a rank)
+
+A checkpoint is written to a hidden folder beside its place, synced to disk, and renamed; the tracker file comes
+last. So a full disk or a kill leaves the previous checkpoint as it was, and the left-overs are removed by the
+next save.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import logging
+import os
+import queue
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from sleuth.megatron import parallel
+from sleuth.megatron.model import PolicyModel
+from sleuth.megatron.optimizer import PolicyOptimizer
+
+logger = logging.getLogger(__name__)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_DESCRIPTION, _ROLLOUT_STATE = "sleuth.json", "rollout_state.json"
+_TEMPORARY_PREFIX = ".unfinished-"
+_FORMAT = 1
+
+
+def checkpoint_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lies under `folder`."""
+    return folder / f"iter_{step:07d}"
+
+
+def find_checkpoint(folder: Path, iteration: int | None = None) -> Path | None:
+    """The newest checkpoint under `folder` (or that of `iteration`), or None where there is none yet.
+
+    `folder` may also be a checkpoint itself. Raises ValueError if the tracker names one that is not there.
+    """
+    if (folder / "metadata.json").is_file():
+        return folder
+    tracker = folder / TRACKER
+    if iteration is None:
+        if not tracker.is_file():
+            return None
+        text = tracker.read_text().strip()
+        if text != "release" and not text.isdigit():
+            raise ValueError(f"expected a step number or 'release' in {tracker}, found {text!r}")
+        found = folder / "release" if text == "release" else checkpoint_folder(folder, int(text))
+    else:
+        found = checkpoint_folder(folder, iteration)
+    if not (found / "metadata.json").is_file():
+        present = sorted(path.name for path in folder.glob("iter_*")) if folder.is_dir() else []
+        raise ValueError(f"expected a checkpoint in {found}, found none; {folder} holds {', '.join(present) or 'none'}")
+    return found
+
+
+def load_weights(model: PolicyModel, folder: Path, iteration: int | None = None) -> Path:
+    """Load only the weights; returns the checkpoint's folder. ValueError if there is none or it does not fit."""
+    found = find_checkpoint(folder, iteration)
+    if found is None:
+        raise ValueError(
+            f"expected a torch_dist checkpoint in {folder}, found no {TRACKER}; "
+            "tools/convert_hf_to_torch_dist.py makes one from a Hugging Face model"
+        )
+    state = {"model": model.sharded_state_dict(metadata=_sharding_metadata())}
+    _load_into(state, found)
+    model.load_state_dict(state["model"], strict=True)
+    return found
+
+
+class Checkpoints:
+    """Saves and loads model and optimizer together; `optimizer` None saves weights alone."""
+
+    def __init__(self, args: Any, model: PolicyModel, optimizer: PolicyOptimizer | None) -> None:
+        self.args, self.model, self.optimizer = args, model, optimizer
+
+    def save(self, folder: Path, step: int, rollout_state: dict[str, Any], *, keep: int = 0) -> None:
+        """Save as the newest checkpoint of `folder`, then delete all but the latest `keep` (0: keep all). Collective.
+
+        Raises OSError, with the previous checkpoints intact, when the disk is full.
+        """
+        unfinished = folder / f"{_TEMPORARY_PREFIX}iter_{step:07d}"
+        self._on_first_rank(lambda: self._prepare(folder, unfinished))
+        try:
+            self._write(unfinished, step, rollout_state)
+            self._on_first_rank(lambda: _publish(unfinished, folder, step))
+        except Exception:
+            if dist.get_rank() == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        self._on_first_rank(lambda: _prune(folder, keep))
+
+    def load_latest(self, folder: Path) -> tuple[int, dict[str, Any]] | None:
+        """Resume from the newest checkpoint of `folder`: (its step, its rollout state), or None if there is none."""
+        assert self.optimizer is not None
+        found = find_checkpoint(folder)
+        if found is None:
+            return None
+        description = self._check(found)
+        metadata = _sharding_metadata()
+        model_state = self.model.sharded_state_dict(metadata=metadata)
+        optimizer_state = self.optimizer.sharded_state_dict(model_state, loading=True, metadata=metadata)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        _load_into(state, found)
+        self.model.load_state_dict(state["model"], strict=True)
+        self.optimizer.load_state_dict(state["optimizer"], description["optimizer_steps"])
+        _restore_random_state(found, description)
+        return description["step"], json.loads((found / _ROLLOUT_STATE).read_text())
+
+    def _check(self, found: Path) -> dict[str, Any]:
+        """The checkpoint's description. ValueError if training cannot be resumed from it as configured."""
+        path = found / _DESCRIPTION
+        description = json.loads(path.read_text()) if path.is_file() else {"optimizer_steps": None}
+        if description["optimizer_steps"] is None:
+            raise ValueError(
+                f"expected a training checkpoint in --load {found}, found weights without optimizer state; "
+                "pass it as --ref-load to start a new run from it"
+            )
+        distributed = bool(self.args.use_distributed_optimizer)
+        if description["distributed_optimizer"] != distributed:
+            raise ValueError(
+                f"--use-distributed-optimizer is {distributed}, but the checkpoint in {found} was saved with "
+                f"{not distributed}; give the flag as it was then"
+            )
+        return description
+
+    def _write(self, unfinished: Path, step: int, rollout_state: dict[str, Any]) -> None:
+        metadata = _sharding_metadata()
+        model_state = self.model.sharded_state_dict(metadata=metadata)
+        state: dict[str, Any] = {"model": model_state}
+        if self.optimizer is not None:
+            state["optimizer"] = self.optimizer.sharded_state_dict(model_state, loading=False, metadata=metadata)
+        _write_in_this_process()
+        error: Exception | None = None
+        try:
+            dist_checkpointing.save(state, str(unfinished))
+            torch.save(_random_state(), unfinished / f"rng_{dist.get_rank():05d}.pt")
+        except Exception as problem:
+            error = problem
+        parallel.raise_together(error)
+        description = {
+            "format": _FORMAT,
+            "step": step,
+            "optimizer_steps": None if self.optimizer is None else self.optimizer.steps_done,
+            "distributed_optimizer": bool(self.args.use_distributed_optimizer),
+            "world_size": dist.get_world_size(),
+            "layout": _layout(),
+        }
+        self._on_first_rank(lambda: _finish(unfinished, description, rollout_state))
+
+    def _prepare(self, folder: Path, unfinished: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob(f"{_TEMPORARY_PREFIX}*"):
+            logger.warning("removing %s, left over from a save that did not finish", leftover)
+            shutil.rmtree(leftover)
+        unfinished.mkdir()
+        self._check_space(folder)
+
+    def _check_space(self, folder: Path) -> None:
+        """OSError if the disk is sure to fill up."""
+        ranks = (
+            parallel_state.get_tensor_model_parallel_world_size()
+            * parallel_state.get_pipeline_model_parallel_world_size()
+        )
+        per_value = 0 if self.optimizer is None else 8
+        needed = ranks * sum(p.numel() * (p.element_size() + per_value) for p in self.model.parameters())
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise OSError(
+                errno.ENOSPC,
+                f"the checkpoint needs about {needed / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free; make room, "
+                "or keep fewer checkpoints (--save-keep)",
+            )
+
+    @staticmethod
+    def _on_first_rank(action: Any) -> None:
+        """Run on rank 0; an error is raised on every rank."""
+        error: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                action()
+            except Exception as problem:
+                error = problem
+        parallel.raise_together(error)
+
+
+@functools.cache
+def _write_in_this_process() -> None:
+    """Keep megatron from starting processes to write files and to pass results.
+
+    They serve asynchronous saving. A save here is synchronous, and forking a process that has threads (gloo,
+    OpenMP, Ray) can hang.
+    """
+    writer = filesystem_async.FileSystemWriterAsync
+
+    def write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]) -> None:
+        written: queue.Queue[tuple[int, Any]] = queue.Queue()
+        pending: queue.Queue[int] = queue.Queue()
+        for number, bucket in enumerate(buckets):
+            pending.put(number)
+            writer.write_preloaded_data(transforms, number, bucket, written, pending, use_fsync=True)
+        outputs = dict(written.get_nowait() for _ in buckets)
+        error = next((output for output in outputs.values() if isinstance(output, Exception)), None)
+        results.put(error or outputs)
+
+    writer.write_preloaded_data_multiproc = staticmethod(write)
+    filesystem_async._results_queue = queue.Queue()
+
+
+def _sharding_metadata() -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _load_into(state: dict[str, Any], found: Path) -> None:
+    """Read `found` into `state`. ValueError names the folder if it does not fit the model."""
+    try:
+        state.update(dist_checkpointing.load(state, str(found)))
+    except (dist_checkpointing.core.CheckpointingException, KeyError, RuntimeError) as error:
+        raise ValueError(f"the checkpoint in {found} does not fit this model or configuration: {error}") from error
+
+
+def _layout() -> dict[str, int]:
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+    }
+
+
+def _random_state() -> dict[str, Any]:
+    state = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_random_state(found: Path, description: dict[str, Any]) -> None:
+    """Only where the ranks are laid out as they were: a rank's random state means nothing to another rank."""
+    if description["world_size"] != dist.get_world_size() or description["layout"] != _layout():
+        logger.info("the checkpoint was saved in another layout: random state starts anew from --seed")
+        return
+    state = torch.load(found / f"rng_{dist.get_rank():05d}.pt", weights_only=True)
+    torch.set_rng_state(state["torch"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _finish(unfinished: Path, description: dict[str, Any], rollout_state: dict[str, Any]) -> None:
+    (unfinished / _DESCRIPTION).write_text(json.dumps(description, indent=1))
+    (unfinished / _ROLLOUT_STATE).write_text(json.dumps(rollout_state))
+    for path in [*unfinished.rglob("*"), unfinished]:
+        _sync_to_disk(path)
+
+
+def _publish(unfinished: Path, folder: Path, step: int) -> None:
+    """Move a finished checkpoint to its place, then point the tracker to it."""
+    place = checkpoint_folder(folder, step)
+    if place.exists():
+        # A resumed run saves this step again. The hidden name is one that the next save would clean.
+        replaced = folder / f"{_TEMPORARY_PREFIX}replaced-{place.name}"
+        place.rename(replaced)
+        unfinished.rename(place)
+        shutil.rmtree(replaced)
+    else:
+        unfinished.rename(place)
+    _sync_to_disk(folder)
+    _write_tracker(folder, str(step))
+
+
+def _write_tracker(folder: Path, text: str) -> None:
+    temporary = folder / f".{TRACKER}"
+    temporary.write_text(text)
+    _sync_to_disk(temporary)
+    temporary.rename(folder / TRACKER)
+    _sync_to_disk(folder)
+
+
+def _prune(folder: Path, keep: int) -> None:
+    """Delete all but the latest `keep` checkpoints; 0 keeps all."""
+    if keep == 0:
+        return
+    found = sorted(path for path in folder.iterdir() if re.fullmatch(r"iter_\d{7,}", path.name))
+    for path in found[:-keep]:
+        # Hidden first: a deletion that is cut short must not look like a checkpoint.
+        doomed = folder / f"{_TEMPORARY_PREFIX}pruned-{path.name}"
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _sync_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,146 @@
+"""Micro-batches on their way through the model, forwards and backwards, in any parallel layout.
+
+The loss of an optimizer step is a sum over its tokens (see `sleuth.algo.batch`), so the gradient is a plain sum
+over micro-batches, data- and context-parallel ranks: megatron's own divisions are switched off
+(`calculate_per_token_loss` with a finalisation that is given no token count).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from sleuth.algo.batch import OptimizerStepBatch, PackedBatch, pack
+from sleuth.algo.context_parallel import zigzag_index
+from sleuth.megatron import device, parallel
+from sleuth.megatron.logprobs import HeadOptions
+from sleuth.sample import TrainSample
+
+Metrics = dict[str, Tensor]
+Objective = Callable[["MicroBatch", Tensor], tuple[Tensor, Metrics]]
+"""(micro-batch, token statistics [n, 3]) -> (loss to add, sums to add up as metrics)."""
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """One packed row: whole, and this rank's trained tokens of it.
+
+    `index` [t] are the positions in the row that this context-parallel rank holds, `selected` [n] those of its own
+    positions whose token has a weight in the loss. The tensors [n] below are about those tokens.
+    """
+
+    packed: PackedBatch
+    local: PackedBatch
+    index: Tensor
+    selected: Tensor
+    weights: Tensor
+    """Of each token in the loss of the optimizer step."""
+    policy_weights: Tensor
+    """Of each token's policy loss: `weights`, unless an importance-sampling hook changed them."""
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+
+    @classmethod
+    def build(
+        cls, samples: Sequence[TrainSample], step: OptimizerStepBatch, *, multiple: int, per_token: bool
+    ) -> MicroBatch:
+        """Pack `samples`, cut this rank's part, and move it to the device."""
+        where = device.local_device()
+        packed = pack(samples, pad_multiple=multiple)
+        size, rank = (
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_context_parallel_rank(),
+        )
+        index = zigzag_index(packed.lengths, size, rank)
+        weights = step.token_weights(packed, per_token=per_token)[index]
+        selected = weights.nonzero().squeeze(1)
+        weights = weights[selected].to(where)
+        return cls(packed, packed.slice(index).to(where), index, selected.to(where), weights, weights)
+
+    def of_selected(self, row: Tensor) -> Tensor:
+        """Values [t] of this rank's part -> those of the selected tokens [n]."""
+        return row[self.selected]
+
+    def whole_row(self, values: Tensor) -> Tensor:
+        """Values [n] of selected tokens on every context-parallel rank -> the row [T], 0 elsewhere; collective."""
+        row = values.new_zeros(len(self.local))
+        row[self.selected] = values
+        return parallel.gather_context(row, self.packed.lengths)
+
+    def packed_seq_params(self) -> PackedSeqParams:
+        bounds = self.packed.cu_seqlens.to(device.local_device())
+        longest = max(self.packed.lengths)
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=bounds,
+            cu_seqlens_kv_padded=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+
+
+def finalize_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Reduce gradients over ranks as sums: the token count that megatron would divide by is left out."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def run_model(
+    model: torch.nn.Module,
+    batches: Sequence[MicroBatch],
+    options: HeadOptions,
+    objective: Objective,
+    *,
+    train: bool,
+) -> list[Metrics]:
+    """Forward, and backward if `train`, over `batches`; the objective's metrics of each on the last stage, else []."""
+
+    def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        batch = next(iterator)
+        output = model(
+            batch.local.input_ids[None],
+            batch.local.position_ids[None],
+            packed_seq_params=batch.packed_seq_params(),
+            selected=batch.selected,
+            targets=batch.of_selected(batch.local.labels),
+            options=options,
+        )
+
+        def loss(statistics: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+            value, metrics = objective(batch, statistics)
+            return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
+
+        return output, loss
+
+    results: list[Metrics] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=max(len(batch.local) for batch in batches),
+        micro_batch_size=1,
+        forward_only=not train,
+    )
+    return results
+
+
+def score(model: torch.nn.Module, batches: Sequence[MicroBatch], options: HeadOptions) -> list[Tensor | None]:
+    """Log-probabilities [n] of the selected tokens of each batch as the weights are; None before the last stage."""
+
+    def objective(batch: MicroBatch, statistics: Tensor) -> tuple[Tensor, Metrics]:
+        return statistics.new_zeros(()), {"log_probs": statistics[:, 0].clone()}
+
+    with torch.no_grad():
+        results = run_model(model, batches, options, objective, train=False)
+    if not parallel.is_last_stage():
+        return [None] * len(batches)
+    return [result["log_probs"] for result in results]

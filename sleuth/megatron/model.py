@@ -1,0 +1,304 @@
+"""The policy as a megatron-core GPT model, built from a Hugging Face config.
+
+One function, `layer_spec`, decides whether TransformerEngine's layers are used; where it is not installed the
+local layers run with our normalisation and packed attention. The model ends in a head that gives
+log-probabilities rather than logits (see `logprobs.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from torch import Tensor
+
+from sleuth.megatron import device
+from sleuth.megatron.attention import PackedAttention
+from sleuth.megatron.logprobs import HeadOptions, token_statistics
+
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The architecture of a model, in the words of megatron's flags."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    norm_epsilon: float
+    rotary_base: float
+    add_qkv_bias: bool
+    qk_layernorm: bool
+    untie_embeddings_and_output_weights: bool
+    max_position_embeddings: int
+    num_experts: int | None = None
+    moe_router_topk: int | None = None
+    moe_ffn_hidden_size: int | None = None
+
+    @classmethod
+    def from_hf(cls, config: Any) -> ModelShape:
+        """Read a transformers config; ValueError for architectures that are not supported."""
+        kind = config.model_type
+        if kind not in SUPPORTED_MODEL_TYPES:
+            raise ValueError(
+                f"model_type {kind!r} is not supported; expected one of {', '.join(SUPPORTED_MODEL_TYPES)}"
+            )
+        _refuse_unsupported(config)
+        moe = kind == "qwen3_moe"
+        return cls(
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            ffn_hidden_size=config.intermediate_size,
+            num_attention_heads=config.num_attention_heads,
+            num_query_groups=config.num_key_value_heads,
+            kv_channels=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            vocab_size=config.vocab_size,
+            norm_epsilon=config.rms_norm_eps,
+            rotary_base=_rope_parameters(config)["rope_theta"],
+            add_qkv_bias=kind == "qwen2",
+            qk_layernorm=kind.startswith("qwen3"),
+            untie_embeddings_and_output_weights=not config.tie_word_embeddings,
+            max_position_embeddings=config.max_position_embeddings,
+            num_experts=config.num_experts if moe else None,
+            moe_router_topk=config.num_experts_per_tok if moe else None,
+            moe_ffn_hidden_size=config.moe_intermediate_size if moe else None,
+        )
+
+
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    """`rope_parameters` of transformers 5, or the two older attributes."""
+    parameters = getattr(config, "rope_parameters", None)
+    if parameters:
+        return dict(parameters)
+    scaling = getattr(config, "rope_scaling", None) or {}
+    return {"rope_type": "default", "rope_theta": getattr(config, "rope_theta", 10000.0), **scaling}
+
+
+def _refuse_unsupported(config: Any) -> None:
+    rope_type = _rope_parameters(config).get("rope_type", "default")
+    if rope_type != "default":
+        raise ValueError(f"rope_type {rope_type!r} in the model's config is not supported; expected 'default'")
+    if config.hidden_act != "silu":
+        raise ValueError(f"hidden_act {config.hidden_act!r} in the model's config is not supported; expected 'silu'")
+    for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if getattr(config, name, False):
+            raise ValueError(f"{name}=true in the model's config is not supported")
+    if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
+        raise ValueError(
+            "models that mix dense and expert layers are not supported (mlp_only_layers, decoder_sparse_step)"
+        )
+    if config.model_type == "qwen3_moe" and not config.norm_topk_prob:
+        raise ValueError("norm_topk_prob=false in the model's config is not supported")
+
+
+def check_model_flags(args: Any, shape: ModelShape) -> None:
+    """Compare the model flags that were given with the Hugging Face config; ValueError names both values."""
+    fixed = {
+        "swiglu": True,
+        "use_rotary_position_embeddings": True,
+        "disable_bias_linear": True,
+        "normalization": "RMSNorm",
+        "group_query_attention": shape.num_query_groups != shape.num_attention_heads,
+    }
+    expected = {**dataclasses.asdict(shape), **fixed}
+    expected.pop("max_position_embeddings")
+    for name, value in expected.items():
+        given = getattr(args, name, None)
+        if given is not None and given != value:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{flag} is {given}, but {args.hf_checkpoint} has {value}; leave the flag away or correct it"
+            )
+
+
+def transformer_engine_available() -> bool:
+    """Whether TransformerEngine's layers are used."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """--dtype -> the dtype of the model's weights: `auto` is bfloat16 on CUDA, else float32."""
+    if name == "auto":
+        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    if name not in ("float32", "bfloat16"):
+        raise ValueError(f"--dtype {name}: expected auto, float32 or bfloat16")
+    return torch.float32 if name == "float32" else torch.bfloat16
+
+
+def transformer_config(args: Any, shape: ModelShape) -> TransformerConfig:
+    """Megatron's config for `shape` in the parallel layout of `args`."""
+    dtype = resolve_dtype(args.dtype)
+    engine = transformer_engine_available()
+    experts: dict[str, Any] = {}
+    if shape.num_experts:
+        experts = {
+            "num_moe_experts": shape.num_experts,
+            "moe_router_topk": shape.moe_router_topk,
+            "moe_ffn_hidden_size": shape.moe_ffn_hidden_size,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_pre_softmax": False,
+            "moe_grouped_gemm": False,
+        }
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.kv_channels,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.add_qkv_bias,
+        qk_layernorm=shape.qk_layernorm,
+        hidden_dropout=args.hidden_dropout,
+        attention_dropout=args.attention_dropout,
+        attention_softmax_in_fp32=True,
+        attention_backend=AttnBackend[args.attention_backend] if engine else AttnBackend.auto,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        sequence_parallel=args.sequence_parallel and args.tensor_model_parallel_size > 1,
+        recompute_granularity=args.recompute_granularity,
+        recompute_method=args.recompute_method,
+        recompute_num_layers=args.recompute_num_layers,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Packed rows differ in length from micro-batch to micro-batch; pipeline stages tell each other.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the one that allows such rows; megatron checks it for dense models too
+        # The loss carries its own weights: no division by micro-batches or tokens (see forward.py).
+        calculate_per_token_loss=True,
+        # Weights are always loaded.
+        perform_initialization=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=engine,
+        bias_dropout_fusion=engine,
+        apply_rope_fusion=engine,
+        **experts,
+    )
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square normalisation that also works under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        where = device.local_device()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=where))
+        # Tells megatron to sum this gradient over the ranks that share the sequence.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H]"""
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
+    """The layers: TransformerEngine's where it is installed, else megatron's local ones with our parts."""
+    if transformer_engine_available():
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
+        )
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+
+
+class PolicyModel(GPTModel):
+    """A GPT model that returns token statistics (log-probability, entropy, mean) instead of logits."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        packed_seq_params: PackedSeqParams,
+        selected: Tensor,
+        targets: Tensor,
+        options: HeadOptions,
+    ) -> Tensor:
+        """Run this pipeline stage on this rank's share of a packed row.
+
+        input_ids and position_ids [1, t]; `selected` [n] are the positions in [0, t) whose statistics are wanted,
+        `targets` [n] the ids they predict. Returns [n, 3] on the last stage (see `token_statistics`), hidden states
+        [t (/ tp), 1, H] on others.
+        """
+        hidden = super().forward(input_ids, position_ids, None, packed_seq_params=packed_seq_params)
+        if not self.post_process:
+            return hidden
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        group = parallel_state.get_tensor_model_parallel_group()
+        return token_statistics(hidden.squeeze(1)[selected], weight, targets, options, group)
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Megatron's own would compute all logits."""
+        return hidden_states
+
+
+def build_model(args: Any, shape: ModelShape, config: TransformerConfig) -> PolicyModel:
+    """This rank's part of the model, with uninitialised weights, on this process's device."""
+    tp = args.tensor_model_parallel_size
+    if shape.vocab_size % tp:
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} does not divide the vocabulary of {shape.vocab_size} words; "
+            "expected a divisor"
+        )
+    model = PolicyModel(
+        config=config,
+        transformer_layer_spec=layer_spec(config),
+        vocab_size=shape.vocab_size,
+        max_sequence_length=shape.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=not shape.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        rotary_base=shape.rotary_base,
+    )
+    return model.to(device.local_device())

@@ -1,0 +1,172 @@
+"""What is minimised: policy losses (GRPO) and supervised cross-entropy, over the trained tokens of a micro-batch.
+
+Every objective returns a loss and metrics that are *sums*: added over micro-batches, data- and context-parallel
+ranks they are those of the whole optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sleuth.algo.losses import kl_estimate, policy_loss, truncated_importance_weights, weighted_sum
+from sleuth.algo.sequences import sample_mean_weights
+from sleuth.hooks import load_hook
+from sleuth.megatron import parallel
+from sleuth.megatron.forward import Metrics, MicroBatch, Objective
+from sleuth.megatron.logprobs import HeadOptions
+
+_LOG_PROB, _ENTROPY, _MEAN = range(3)
+
+
+def head_options(args: Any) -> HeadOptions:
+    """What the head computes for the objective of `args`."""
+    if args.loss_type == "sft":
+        return HeadOptions(chunk_size=args.log_probs_chunk_size, mean=args.label_smoothing > 0)
+    return HeadOptions(args.rollout_temperature, args.log_probs_chunk_size, entropy=True)
+
+
+def make_objective(args: Any) -> Objective:
+    """The objective named by --loss-type."""
+    return _Supervised(args) if args.loss_type == "sft" else _Policy(args)
+
+
+class _Supervised:
+    """Cross-entropy with label smoothing e: (1 - e) * -log p(y) + e * the mean of -log p over the vocabulary."""
+
+    def __init__(self, args: Any) -> None:
+        self.smoothing = args.label_smoothing
+
+    def __call__(self, batch: MicroBatch, statistics: Tensor) -> tuple[Tensor, Metrics]:
+        nll = -statistics[:, _LOG_PROB]
+        loss = nll
+        if self.smoothing:
+            loss = (1.0 - self.smoothing) * nll - self.smoothing * statistics[:, _MEAN]
+        total = weighted_sum(loss, batch.weights)
+        return total, {
+            "loss": total.detach(),
+            "nll": weighted_sum(nll.detach(), batch.weights),
+            "tokens": _count(batch),
+        }
+
+
+class _Policy:
+    """The clipped surrogate, with KL loss, entropy bonus and importance weights where they are asked for."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+
+    def __call__(self, batch: MicroBatch, statistics: Tensor) -> tuple[Tensor, Metrics]:
+        args, weights = self.args, batch.weights
+        log_probs, entropy = statistics[:, _LOG_PROB], statistics[:, _ENTROPY]
+        old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+        rollout = batch.of_selected(batch.local.rollout_log_probs)
+        policy = policy_loss(
+            log_probs,
+            old,
+            batch.of_selected(batch.local.advantages),
+            eps_clip=args.eps_clip,
+            eps_clip_high=args.eps_clip_high,
+            eps_clip_c=args.eps_clip_c,
+        )
+        metrics = {
+            "clip_fraction": weighted_sum(policy.clipped.float(), weights),
+            "ratio_mean": weighted_sum(policy.ratio, weights),
+            "ppo_kl": weighted_sum(old - log_probs.detach(), weights),
+            "entropy": weighted_sum(entropy.detach(), weights),
+            "train_rollout_logprob_abs_diff": weighted_sum((old - rollout).abs(), weights),
+            "tokens": _count(batch),
+        }
+        per_token = policy.loss
+        if args.use_tis and not args.custom_tis_function_path:
+            importance = truncated_importance_weights(old, rollout, args.tis_clip_low, args.tis_clip)
+            per_token = per_token * importance
+            metrics["tis_weight_mean"] = weighted_sum(importance, weights)
+            bounded = (importance <= args.tis_clip_low) | (importance >= args.tis_clip)
+            metrics["tis_clip_fraction"] = weighted_sum(bounded.float(), weights)
+        pg_loss = weighted_sum(per_token, batch.policy_weights)
+        loss = pg_loss - args.entropy_coef * weighted_sum(entropy, weights)
+        metrics["pg_loss"] = pg_loss.detach()
+        if batch.ref_log_probs is not None:
+            kl = weighted_sum(kl_estimate(log_probs, batch.ref_log_probs, args.kl_loss_type), weights)
+            loss = loss + args.kl_loss_coef * kl
+            metrics["kl_loss"] = kl.detach()
+        return loss, metrics | {"loss": loss.detach()}
+
+
+def _count(batch: MicroBatch) -> Tensor:
+    return batch.weights.new_tensor(float(len(batch.weights)))
+
+
+class ImportanceSampling:
+    """The importance-sampling hook, called once an optimizer step on all samples of a data-parallel rank.
+
+    The hook gets whole samples (whatever the context parallelism), `pg_loss` = 1 for each response token, and
+    `reduce(tensor)`, which sums a tensor over data-parallel ranks, for statistics over the whole step. What it makes
+    of `pg_loss` becomes the factor of each token's loss; the masks it returns replace the loss masks of the policy
+    loss, in its denominators too. Its metrics are numbers, or tensors like `pg_loss` to be averaged over tokens.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.hook = load_hook(args.custom_tis_function_path, "tis")
+
+    def apply(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Set the batches' `policy_weights` from their `old_log_probs`; returns the hook's metrics."""
+        packed = [batch.packed for batch in batches]
+        train = [
+            response
+            for batch in batches
+            for response in batch.packed.split_responses(batch.whole_row(_required(batch.old_log_probs)).cpu())
+        ]
+        masks = [mask for row in packed for mask in row.split_responses(row.loss_mask)]
+        result, new_masks, metrics = self.hook(
+            self.args,
+            pg_loss=torch.ones(sum(len(mask) for mask in masks)),
+            train_log_probs=train,
+            rollout_log_probs=[part for row in packed for part in row.split_responses(row.rollout_log_probs)],
+            loss_masks=masks,
+            total_lengths=[length for row in packed for length in row.total_lengths],
+            response_lengths=[length for row in packed for length in row.response_lengths],
+            reduce=parallel.sum_over_samples,
+        )
+        factors = list(result.split([len(mask) for mask in masks]))
+        start = 0
+        for batch in batches:
+            end = start + batch.packed.num_samples
+            self._reweight(batch, factors[start:end], new_masks[start:end])
+            start = end
+        return self._mean_metrics(metrics, masks)
+
+    def _reweight(self, batch: MicroBatch, factors: list[Tensor], masks: list[Tensor]) -> None:
+        row = batch.packed
+        old_mask, mask = row.loss_mask, row.join_responses([mask.float() for mask in masks])
+        if self.args.calculate_per_token_loss:
+            scale = torch.where(old_mask > 0, mask / old_mask.clamp(min=1e-30), 0.0)
+        else:
+            means = sample_mean_weights(mask, row.sample_ids, row.num_samples)
+            scale = torch.where(old_mask > 0, means / row.sample_mean_weights.clamp(min=1e-30), 0.0)
+        scale = scale * row.join_responses(factors)
+        batch.policy_weights = batch.weights * batch.of_selected(scale[batch.index].to(batch.weights.device))
+
+    def _mean_metrics(self, metrics: dict[str, Any], masks: list[Tensor]) -> dict[str, float]:
+        """Means over tokens or ranks, over all data-parallel ranks."""
+        mask = torch.cat(masks)
+        sums: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, value in metrics.items():
+            if torch.is_tensor(value) and value.numel() == len(mask) and value.dim() == 1:
+                sums[name] = ((value * mask).sum(), mask.sum())
+            else:
+                sums[name] = (torch.as_tensor(float(value)), torch.tensor(1.0))
+        if not sums:
+            return {}
+        totals = parallel.sum_over_samples(torch.tensor([[float(a), float(b)] for a, b in sums.values()]))
+        return {name: float(a / b) if b else 0.0 for name, (a, b) in zip(sums, totals, strict=True)}
+
+
+def _required(values: Tensor | None) -> Tensor:
+    assert values is not None, "old log-probabilities are computed before the hook is called"
+    return values

@@ -1,0 +1,141 @@
+"""Megatron's Adam with our learning-rate schedule, its metrics, and repairs to its state.
+
+Norms and biases have no weight decay. The state of torch's AdamW, which megatron uses where neither
+TransformerEngine nor Apex is installed, needs two repairs under the distributed optimizer: it must exist before
+it can be saved or loaded, and after a load all parameters share one `step` tensor, which AdamW then advances
+once a parameter instead of once a step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from sleuth.megatron.model import resolve_dtype
+
+
+def learning_rate(args: Any, step: int) -> float:
+    """The learning rate of optimizer step `step` (0, 1, ...).
+
+    It rises linearly over --lr-warmup-steps (the first step already moves), then stays or falls to --min-lr at
+    --lr-decay-steps, by a straight line or half a cosine.
+    """
+    if step < args.lr_warmup_steps:
+        return args.lr * (step + 1) / args.lr_warmup_steps
+    if args.lr_decay_style == "constant":
+        return args.lr
+    span = max(1, (args.lr_decay_steps or 0) - args.lr_warmup_steps)
+    progress = min(1.0, (step - args.lr_warmup_steps) / span)
+    remaining = 1.0 - progress if args.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return args.min_lr + (args.lr - args.min_lr) * remaining
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step did: the gradient's norm before clipping, and the learning rate."""
+
+    grad_norm: float
+    lr: float
+
+
+class PolicyOptimizer:
+    """Adam over this rank's share of the model. `steps_done` counts optimizer steps of the whole run."""
+
+    def __init__(self, args: Any, model: DistributedDataParallel) -> None:
+        self.args = args
+        self.steps_done = 0
+        _keep_step_when_loading()
+        dtype = resolve_dtype(args.dtype)
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=args.lr,
+            min_lr=args.min_lr,
+            weight_decay=args.weight_decay,
+            adam_beta1=args.adam_beta1,
+            adam_beta2=args.adam_beta2,
+            adam_eps=args.adam_eps,
+            # An infinite bound never clips, but megatron computes the norm; with 0 it would not.
+            clip_grad=args.clip_grad or math.inf,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=args.use_distributed_optimizer,
+        )
+        self.inner: MegatronOptimizer = get_megatron_optimizer(
+            config, [model], config_overrides=get_standard_config_overrides(config)
+        )
+        self._create_state()
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    def step(self) -> StepResult:
+        """Clip, update the weights, advance the schedule. FloatingPointError if the gradient is not finite."""
+        lr = learning_rate(self.args, self.steps_done)
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self.args.weight_decay * group["wd_mult"]
+        _, grad_norm, _ = self.inner.step()
+        grad_norm = float(grad_norm)
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"the gradient's norm is {grad_norm} in optimizer step {self.steps_done}; the weights are spoilt, "
+                "go on from the last checkpoint (--load) with a lower --lr or --clip-grad"
+            )
+        self.steps_done += 1
+        return StepResult(grad_norm, lr)
+
+    def sharded_state_dict(self, model_state: dict[str, Any], *, loading: bool, metadata: dict[str, Any]) -> Any:
+        """Megatron's description of the optimizer's state for saving, or for loading into."""
+        return self.inner.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
+
+    def load_state_dict(self, state: Any, steps_done: int) -> None:
+        self.inner.load_state_dict(state)
+        self._unshare_step()
+        self.steps_done = steps_done
+
+    def _torch_optimizers(self) -> list[torch.optim.Optimizer]:
+        chained = getattr(self.inner, "chained_optimizers", [self.inner])
+        return [optimizer.optimizer for optimizer in chained if optimizer.optimizer is not None]
+
+    def _create_state(self) -> None:
+        for optimizer in self._torch_optimizers():
+            if not isinstance(optimizer, torch.optim.Adam):
+                continue  # TransformerEngine's and Apex's create their own
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    optimizer.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+
+    def _unshare_step(self) -> None:
+        for optimizer in self._torch_optimizers():
+            for state in optimizer.state.values():
+                if "step" in state and torch.is_tensor(state["step"]):
+                    state["step"] = state["step"].clone()
+
+
+@functools.cache
+def _keep_step_when_loading() -> None:
+    """Let the distributed optimizer load AdamW's state: it asks the saved tensors of a parameter for its
+    `step`, which was already restored from elsewhere, and copies into leaves that need gradients."""
+    load = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    @torch.no_grad()
+    def load_with_step(self: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        load(self, model_param, {**tensors, "step": state["step"]} if "step" in state else tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = load_with_step

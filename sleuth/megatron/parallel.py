@@ -1,0 +1,101 @@
+"""This rank's place among the trainer's processes, and the few collectives the trainer needs."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
+
+from sleuth.algo.context_parallel import pad_multiple, zigzag_inverse
+from sleuth.megatron import device
+
+_TIMEOUT = timedelta(minutes=30)
+
+
+def initialize(args: Any) -> None:
+    """Join the process group named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and lay out the ranks.
+
+    Raises ValueError if the layout does not divide the number of processes.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        dist.init_process_group(device.distributed_backend(), timeout=_TIMEOUT)
+    world = dist.get_world_size()
+    if not torch.cuda.is_available():
+        torch.set_num_threads(args.cpu_threads_per_actor or max(1, (os.cpu_count() or 1) // world))
+    tp, pp, cp = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+    )
+    if world % (tp * pp * cp):
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x --context-parallel-size {cp} "
+            f"must divide the {world} trainer processes"
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+    )
+    model_parallel_cuda_manual_seed(args.seed)
+
+
+def length_multiple(args: Any) -> int:
+    """What each sequence's length must be padded to a multiple of, in this layout."""
+    return pad_multiple(args.context_parallel_size, args.tensor_model_parallel_size if args.sequence_parallel else 1)
+
+
+def is_last_stage() -> bool:
+    return parallel_state.is_pipeline_last_stage()
+
+
+def sum_over_data(values: Tensor) -> Tensor:
+    """Sum in place over data- and context-parallel ranks."""
+    dist.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return values
+
+
+def sum_over_samples(values: Tensor) -> Tensor:
+    """The sum over data-parallel ranks, which hold different samples; a new tensor."""
+    values = values.clone()
+    dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
+    return values
+
+
+def from_last_stage(values: Tensor) -> Tensor:
+    """What the last pipeline stage holds, on every stage; `values` must have the same shape on all."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() > 1:
+        dist.broadcast(values, dist.get_global_rank(group, group.size() - 1), group=group)
+    return values
+
+
+def gather_context(values: Tensor, lengths: list[int]) -> Tensor:
+    """This rank's part [t] of a row -> the whole row [T], in order."""
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return values
+    parts = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(parts, values.contiguous(), group=group)
+    return torch.cat(parts)[zigzag_inverse(lengths, group.size()).to(values.device)]
+
+
+def raise_together(error: Exception | None) -> None:
+    """Raise on every rank if any rank has an error, so that none waits for another forever. Collective."""
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    first = next(((rank, text) for rank, text in enumerate(errors) if text), None)
+    if first:
+        raise RuntimeError(f"rank {first[0]} failed: {first[1]}")

@@ -1,0 +1,220 @@
+"""The trainer: one object a rank, which trains, scores, gives out its weights, and saves.
+
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    trainer = Trainer(args)
+    metrics = trainer.train(steps)      # list[OptimizerStepBatch], this rank's share
+    trainer.save(1, rollout_state)
+
+Every public method is collective: all ranks call it together.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+from transformers import AutoConfig
+
+from sleuth.algo.batch import OptimizerStepBatch
+from sleuth.megatron import device, parallel
+from sleuth.megatron.checkpoint import Checkpoints, load_weights
+from sleuth.megatron.forward import MicroBatch, finalize_gradients, run_model, score
+from sleuth.megatron.logprobs import HeadOptions
+from sleuth.megatron.model import (
+    ModelShape,
+    build_model,
+    check_model_flags,
+    resolve_dtype,
+    transformer_config,
+)
+from sleuth.megatron.objectives import ImportanceSampling, head_options, make_objective
+from sleuth.megatron.optimizer import PolicyOptimizer
+from sleuth.megatron.weights import HfWeights, WeightMap
+from sleuth.sample import TrainSample
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """One rank of the trainer.
+
+    `next_step` is how many steps the loaded checkpoint had done (0 in a new run), `rollout_state` what was
+    saved with it ({} in a new run).
+    """
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        parallel.initialize(args)
+        hf_config = AutoConfig.from_pretrained(args.hf_checkpoint)
+        self.shape = ModelShape.from_hf(hf_config)
+        check_model_flags(args, self.shape)
+        config = transformer_config(args, self.shape)
+        self.model = build_model(args, self.shape, config)
+        self.weights = WeightMap(self.model, self.shape)
+        self._load_initial_weights()
+        self._reference = self._host_copy() if args.use_kl_loss and args.loss_type == "policy" else None
+
+        wrapped = Float16Module(config, self.model) if resolve_dtype(args.dtype) == torch.bfloat16 else self.model
+        self._ddp = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer
+            ),
+            wrapped,
+        )
+        config.finalize_model_grads_func = finalize_gradients
+        self.optimizer = PolicyOptimizer(args, self._ddp)
+        config.grad_scale_func = self.optimizer.inner.scale_loss
+
+        self._objective = make_objective(args)
+        self._options = head_options(args)
+        self._hook = ImportanceSampling(args) if args.loss_type == "policy" and args.custom_tis_function_path else None
+        self.next_step = 0
+        self.rollout_state: dict[str, Any] = {}
+        self.checkpoints = Checkpoints(args, self.model, self.optimizer)
+        self._resume()
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return parallel_state.get_data_parallel_rank()
+
+    @property
+    def data_parallel_size(self) -> int:
+        return parallel_state.get_data_parallel_world_size()
+
+    def train(self, steps: Sequence[OptimizerStepBatch]) -> dict[str, float]:
+        """Train on this data-parallel rank's share of a step; one optimizer step for each batch.
+
+        Metrics (`train/...`) are means over the optimizer steps, equal on all ranks. Raises
+        FloatingPointError when a loss or gradient is not finite.
+        """
+        per_token = self.args.calculate_per_token_loss or self.args.loss_type == "sft"
+        multiple = parallel.length_multiple(self.args)
+        plan = [
+            [MicroBatch.build(samples, step, multiple=multiple, per_token=per_token) for samples in step.micro_batches]
+            for step in steps
+        ]
+        if self.args.loss_type == "policy":
+            self._score_before_training(plan)
+        results = [self._optimizer_step(batches) for batches in plan]
+        names = sorted(set().union(*results))
+        return {f"train/{name}": sum(r[name] for r in results) / len(results) for name in names}
+
+    def log_probs(self, token_ids: list[int], temperature: float) -> list[float]:
+        """Log-probabilities in nats of tokens 1 .. T-1 of a sequence at `temperature` (0: unscaled, as engines do)."""
+        sample = TrainSample(token_ids, 1, [1.0] * (len(token_ids) - 1))
+        step = OptimizerStepBatch([[sample]], 1, float(len(token_ids) - 1))
+        batch = MicroBatch.build([sample], step, multiple=parallel.length_multiple(self.args), per_token=True)
+        options = HeadOptions(temperature or 1.0, self.args.log_probs_chunk_size)
+        (values,) = score(self._ddp, [batch], options)
+        if values is None:
+            row = torch.zeros(len(batch.packed), device=device.local_device())
+        else:
+            row = batch.whole_row(values)
+        return parallel.from_last_stage(row)[: len(token_ids) - 1].tolist()
+
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors in Hugging Face names; every rank must iterate to the end."""
+        return self.weights.tensors()
+
+    def save(self, step: int, rollout_state: dict[str, Any]) -> None:
+        """Save a checkpoint of `step` under --save; a failure leaves the earlier ones usable."""
+        if self.args.save is None:
+            raise ValueError("--save is not given: there is no folder to save to")
+        self.checkpoints.save(Path(self.args.save), step, rollout_state, keep=self.args.save_keep)
+
+    def _load_initial_weights(self) -> None:
+        """From --ref-load if given, else from --hf-checkpoint."""
+        if self.args.ref_load is not None:
+            load_weights(self.model, Path(self.args.ref_load))
+        else:
+            self.weights.load(HfWeights(Path(self.args.hf_checkpoint)).read)
+
+    def _resume(self) -> None:
+        """Go on from --load, if it holds a checkpoint."""
+        if self.args.load is None:
+            return
+        resumed = self.checkpoints.load_latest(Path(self.args.load))
+        if resumed is None:
+            logger.info("--load %s holds no checkpoint yet: a new run", self.args.load)
+        else:
+            self.next_step, self.rollout_state = resumed
+
+    def _score_before_training(self, plan: list[list[MicroBatch]]) -> None:
+        """Log-probabilities that training will compare with: the reference's, and the policy's own before it changes.
+
+        With one optimizer step the latter are those of its own forward pass.
+        """
+        batches = [batch for step in plan for batch in step]
+        options = HeadOptions(self.args.rollout_temperature, self.args.log_probs_chunk_size)
+        if self._reference is not None:
+            with self._reference_weights():
+                for batch, values in zip(batches, score(self._ddp, batches, options), strict=True):
+                    batch.ref_log_probs = values
+        if len(plan) > 1 or self._hook:
+            for batch, values in zip(batches, score(self._ddp, batches, options), strict=True):
+                batch.old_log_probs = values
+
+    def _optimizer_step(self, batches: list[MicroBatch]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        if self._hook and parallel.is_last_stage():
+            metrics = self._hook.apply(batches)
+        self._ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        results = run_model(self._ddp, batches, self._options, self._objective, train=True)
+        metrics |= self._sum_metrics(results)
+        metrics = self._from_last_stage(metrics)
+        if not math.isfinite(metrics["loss"]):
+            raise FloatingPointError(
+                f"the loss is {metrics['loss']} in optimizer step {self.optimizer.steps_done}; the weights are as "
+                f"before it. Metrics of the step: {metrics}"
+            )
+        result = self.optimizer.step()
+        return metrics | {"grad_norm": result.grad_norm, "lr": result.lr}
+
+    def _sum_metrics(self, results: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Sums over micro-batches, data- and context-parallel ranks; {} before the last pipeline stage."""
+        if not results:
+            return {}
+        names = sorted(results[0])
+        totals = torch.stack([torch.stack([result[name].float() for result in results]).sum() for name in names])
+        return dict(zip(names, parallel.sum_over_data(totals).tolist(), strict=True))
+
+    def _from_last_stage(self, metrics: dict[str, float]) -> dict[str, float]:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if group.size() == 1:
+            return metrics
+        box = [metrics]
+        last = torch.distributed.get_global_rank(group, group.size() - 1)
+        torch.distributed.broadcast_object_list(box, last, group=group)
+        return box[0]
+
+    def _host_copy(self) -> list[Tensor]:
+        """The model's weights in host memory."""
+        pin = torch.cuda.is_available()
+        return [p.detach().cpu().clone().pin_memory() if pin else p.detach().clone() for p in self.model.parameters()]
+
+    @contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        """Within, the model holds the frozen reference's weights."""
+        assert self._reference is not None
+        policy = self._host_copy()
+        self._set_weights(self._reference)
+        try:
+            yield
+        finally:
+            self._set_weights(policy)
+
+    @torch.no_grad()
+    def _set_weights(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self.model.parameters(), values, strict=True):
+            parameter.copy_(value, non_blocking=True)
