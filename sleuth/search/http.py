@@ -94,7 +94,10 @@ async def with_retries(attempt: Callable[[], Awaitable[T]], retries: int) -> T:
         before_sleep=lambda state: logger.debug("search attempt %d failed: %s", state.attempt_number, _error(state)),
         reraise=True,
     )
-    return await retrying(attempt)
+    async for trial in retrying:
+        with trial:
+            return await attempt()
+    raise AssertionError("tenacity returns or raises")
 
 
 _exponential = tenacity.wait_random_exponential(multiplier=FIRST_WAIT_SECONDS, max=MAX_WAIT_SECONDS)
