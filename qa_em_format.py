@@ -191,7 +191,8 @@ def split_segments(solution_str: str) -> list[Segment]:
             ("observation", solution_str[opening.start() : end]),
         ]
         start = end
-    return [*segments, ("model", solution_str[start:])]
+    rest = solution_str[start:]
+    return [*segments, ("model", rest)] if rest.strip() else segments
 
 
 # --- Format ---
