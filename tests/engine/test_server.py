@@ -1,4 +1,4 @@
-"""A server of the test's own: how it starts, dies and is stopped, and that it leaves nothing behind."""
+"""Servers of the tests' own: how they start, die and are stopped, and that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sleuth.engine.process_group import group_members
+from sleuth.engine.actor import EngineActor
+from sleuth.engine.process_group import group_members, shared_memory_files
 from sleuth.engine.server import (
     PACKAGE_ROOT,
     EngineConfig,
@@ -42,8 +43,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", "qwen3")
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+def remains_of(server: EngineServer) -> tuple[list[psutil.Process], set[Path]]:
+    """What a stopped server must not leave: its processes and its shared memory."""
+    assert server.pid is not None
+    members, files = group_members(server.pid), shared_memory_files(server.pid)
+    assert len(members) >= 3, "the server, its scheduler and its detokenizer"
+    assert files, "semaphores and the scheduler's load report"
+    return members, files
 
 
 def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
@@ -51,42 +57,46 @@ def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[psu
 
 
 @pytest.mark.engine
-def test_start_restart_and_stop_leave_nothing_behind(model_path: Path, tmp_path: Path) -> None:
-    before = shared_memory()
-    server = EngineServer(EngineConfig(model_path, log_path=tmp_path / "engine.log"))
-    first = server.start()
-    assert server.is_healthy()
-    with pytest.raises(RuntimeError, match="already runs"):
-        server.start()
-    assert server.pid is not None
-    members = group_members(server.pid)
-    assert len(members) >= 3, "the server, its scheduler and its detokenizer"
+@pytest.mark.timeout(600)  # starts two servers in turn
+def test_an_actor_starts_notices_death_restarts_and_leaves_nothing(model_path: Path, tmp_path: Path) -> None:
+    actor = EngineActor(EngineConfig(model_path, log_path=tmp_path / "engine.log"))
+    server = actor._server
+    try:
+        first = actor.start()
+        assert actor.health()
+        with pytest.raises(RuntimeError, match="already runs"):
+            actor.start()
+        actor.release_memory()
+        actor.resume_memory(("weights",))
+        actor.resume_memory(("kv_cache",))
+        assert actor.health()
+        members, files = remains_of(server)
 
-    # A killed scheduler takes the server down: that is noticed, and the object can start another.
-    next(p for p in members if "scheduler" in " ".join(p.cmdline())).kill()
-    deadline = time.monotonic() + 60
-    while server.is_alive() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not server.is_alive()
-    assert not server.is_healthy()
-    with pytest.raises(WeightSyncError, match="cannot be reached"):
-        push_weights([first], load_float32(model_path).state_dict().items(), "1")
+        # A killed scheduler takes the server down: that is noticed, and another can be started.
+        next(p for p in members if "scheduler" in " ".join(p.cmdline())).kill()
+        deadline = time.monotonic() + 60
+        while server.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not server.is_alive()
+        assert not actor.health()
+        assert "SIGQUIT" in actor.log_tail()
+        with pytest.raises(WeightSyncError, match="cannot be reached"):
+            push_weights([first], load_float32(model_path).state_dict().items(), "1")
 
-    assert server.start() != first
-    members += group_members(server.pid)
-    started = time.monotonic()
-    server.stop()
-    assert time.monotonic() - started < 10
-    assert not server.is_alive()
-    server.stop()  # a second time does nothing
-    assert wait_until_gone(members, 1) == []
-    assert shared_memory() <= before
+        assert actor.restart() == actor.url() != first
+        assert actor.health()
+        more_members, more_files = remains_of(server)
+    finally:
+        actor.stop()
+    assert not actor.health()
+    actor.stop()  # a second time does nothing
+    assert wait_until_gone(members + more_members, 1) == []
+    assert [file for file in files | more_files if file.exists()] == []
     assert not server._folder.exists()
 
 
 @pytest.mark.engine
 def test_the_server_dies_with_its_owner(model_path: Path, tmp_path: Path) -> None:
-    before = shared_memory()
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(model_path), str(tmp_path / "engine.log")],
         cwd=PACKAGE_ROOT,
@@ -96,12 +106,14 @@ def test_the_server_dies_with_its_owner(model_path: Path, tmp_path: Path) -> Non
         assert owner.stdout is not None
         started = json.loads(owner.stdout.readline())
         members = group_members(started["pid"])
+        files = shared_memory_files(started["pid"])
         assert len(members) >= 3
+        assert files
     finally:
         owner.send_signal(signal.SIGKILL)
         owner.wait()
-    assert wait_until_gone(members, 10) == []
-    assert shared_memory() <= before
+    assert wait_until_gone(members, 20) == []
+    assert [file for file in files if file.exists()] == []
     assert not Path(started["folder"]).exists()
 
 
