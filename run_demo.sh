@@ -47,6 +47,7 @@ for number in "$STEPS" "$SEED" "$QUESTIONS"; do
 done
 
 bash scripts/setup_cpu.sh
+STARTED=$(date +%s)
 PYTHON=.venv/bin/python
 MODEL=data/demo/model
 mkdir -p "$RUN_DIR"
@@ -81,7 +82,7 @@ done
 cat >"$RUN_DIR/search.yaml" <<END
 search_r1:
   search_backend: local
-  local: {search_url: "$(cat "$RUN_DIR/retriever.url")"}
+  local: {search_url: "$(cat "$RUN_DIR/retriever.url")/retrieve"}
   topk: 1
   max_turns: 2
   max_observation_tokens: 48
@@ -109,4 +110,4 @@ $PYTHON train.py \
 echo "== torch_dist -> HF"
 $PYTHON tools/convert_torch_dist_to_hf.py --load "$RUN_DIR/checkpoints" --hf-checkpoint "$MODEL" --save "$RUN_DIR/hf"
 
-$PYTHON tools/demo_report.py --run-dir "$RUN_DIR"
+$PYTHON tools/demo_report.py --run-dir "$RUN_DIR" --started "$STARTED"

@@ -8,13 +8,13 @@ bash run_qwen2.5_3B.sh          one node of 8 GPUs
 from __future__ import annotations
 
 import sys
-import time
 
 from rich.console import Console
 
 from sleuth.arguments import Args, check_files, check_model, config_table, parse_args_or_exit, read_hf_config
-from sleuth.cluster.logs import configure_logging
+from sleuth.cluster.logs import configure_logging, failure_message
 from sleuth.cluster.run import Run, start_run
+from sleuth.metrics.timing import timed
 from sleuth.metrics.tracker import Tracker
 from sleuth.rollout.loop import load_hooks
 
@@ -27,21 +27,23 @@ def train(args: Args, run: Run, tracker: Tracker) -> None:
         tracker.log(0, sync | rollout.evaluate(0))
 
     for step in range(run.steps_done + 1, args.num_rollout + 1):
-        start = time.perf_counter()
-        data = rollout.generate(step)
-        metrics = data.metrics
-
-        rollout.release_memory()
-        metrics |= trainer.train(data.shards)
-        rollout.resume_memory()
-
-        metrics |= rollout.sync_weights(trainer, step)
-        metrics["time/step"] = time.perf_counter() - start
+        metrics: dict[str, float] = {}
+        with timed(metrics, "step"):
+            with timed(metrics, "rollout"):
+                data = rollout.generate(step)
+            with timed(metrics, "train"):
+                rollout.release_memory()
+                metrics |= trainer.train(data.shards)
+                rollout.resume_memory()
+            with timed(metrics, "sync"):
+                metrics |= rollout.sync_weights(trainer, step)
         if is_due(step, args.eval_interval, args.num_rollout):
-            metrics |= rollout.evaluate(step)
+            with timed(metrics, "evaluation"):
+                metrics |= rollout.evaluate(step)
         if args.save and is_due(step, args.save_interval, args.num_rollout):
-            trainer.save(step, rollout.state_dict())
-        tracker.log(step, metrics)
+            with timed(metrics, "save"):
+                trainer.save(step, rollout.state_dict())
+        tracker.log(step, metrics | data.metrics)
 
 
 def is_due(step: int, interval: int | None, last: int) -> bool:
@@ -62,12 +64,14 @@ def main() -> None:
     configure_logging(run_dir, "driver")
     args.write(run_dir / "config.yaml")
     Console().print(config_table(args))
-    with start_run(args, run_dir) as run, Tracker(args, run_dir, first_step=run.steps_done + 1) as tracker:
-        train(args, run, tracker)
+    try:
+        with start_run(args, run_dir) as run, Tracker(args, run_dir, first_step=run.steps_done + 1) as tracker:
+            train(args, run, tracker)
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the last checkpoint is whole; --load goes on from it")
+    except Exception as error:
+        sys.exit(failure_message(error, run_dir))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit("interrupted: the last checkpoint is whole; start again with --load to go on from it")
+    main()

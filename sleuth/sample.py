@@ -94,7 +94,7 @@ class TokenTrace:
             raise ValueError(f"expected one log-probability a token, found {len(log_probs)} for {len(ids)} tokens")
         for position, value in enumerate(log_probs):
             if not math.isfinite(value) or value > 1e-3:
-                raise ValueError(f"token {position} of a turn has log-probability {value}; expected a finite value <= 0")
+                raise ValueError(f"expected log-probabilities <= 0, found {value} at token {position} of a turn")
         self._append("model", ids, 1, log_probs)
 
     def append_observation(self, ids: Sequence[int], source: Source = "observation") -> None:

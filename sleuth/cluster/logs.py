@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from pathlib import Path
+
+from sleuth.metrics.console import ProgressSafeHandler
+
+logger = logging.getLogger(__name__)
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -14,13 +17,22 @@ def configure_logging(run_dir: Path, name: str) -> None:
     folder = run_dir / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     to_file = logging.FileHandler(folder / f"{name}.log")
-    to_terminal = logging.StreamHandler()
+    to_terminal = ProgressSafeHandler()
     to_terminal.setLevel(logging.WARNING)
+    # Python warnings come from the libraries inside: for the file, not for a run's terminal.
+    to_terminal.addFilter(lambda record: record.name != "py.warnings")
     for handler in (to_file, to_terminal):
         handler.setFormatter(logging.Formatter(FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[to_file, to_terminal], force=True)
     logging.captureWarnings(True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    # Deprecation notices of the libraries inside are for their developers, not for a run's terminal.
-    warnings.simplefilter("ignore", DeprecationWarning)
-    warnings.simplefilter("ignore", FutureWarning)
+
+
+def failure_message(error: Exception, run_dir: Path) -> str:
+    """One line for the terminal about why the run ended; the traceback goes to the driver's log.
+
+    An error of an actor is told as what it was there, without Ray's wrapping.
+    """
+    logger.info("the run ended with an error", exc_info=error)
+    cause = getattr(error, "cause", None) or error
+    return f"error: {type(cause).__name__}: {cause}\n(traceback: {run_dir / 'logs' / 'driver.log'})"

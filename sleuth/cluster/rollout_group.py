@@ -21,12 +21,33 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_SECONDS = 30.0
 
 
-class RolloutActor(RolloutManager):
+class RolloutActor:
     """The rollout manager in a process of its own."""
 
-    def __init__(self, args: Args, run_dir: Path, engine_urls: list[str], state: dict[str, Any]) -> None:
+    def __init__(self, args: Args, run_dir: Path) -> None:
         configure_logging(run_dir, "rollout")
-        super().__init__(args, run_dir, engine_urls, state)
+        self.args, self.run_dir = args, run_dir
+
+    def load(self) -> None:
+        """Not in the constructor: there Ray would wrap a user's error in one of its own."""
+        self.manager = RolloutManager(self.args, self.run_dir)
+
+    def connect(self, engine_urls: list[str], state: dict[str, Any]) -> list[int]:
+        """Connect to the engines; returns the probe's token ids."""
+        self.manager.connect(engine_urls, state)
+        return self.manager.probe_ids()
+
+    def generate(self, step: int) -> StepData:
+        return self.manager.generate(step)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        return self.manager.evaluate(step)
+
+    def probe_engines(self) -> list[list[float]]:
+        return self.manager.probe_engines()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.manager.state_dict()
 
 
 class SyncError(RuntimeError):
@@ -38,6 +59,9 @@ class RolloutGroup:
 
     def __init__(self, args: Args, run_dir: Path, placement: Placement) -> None:
         self.args, self.run_dir = args, run_dir
+        manager: Any = ray.remote(RolloutActor)
+        self._manager = manager.options(num_cpus=0).remote(args, run_dir)
+        self._loading = self._manager.load.remote()
         per_engine = args.rollout_num_gpus_per_engine
         remote: Any = ray.remote(EngineActor)
         firsts = placement.engines[::per_engine]
@@ -48,12 +72,14 @@ class RolloutGroup:
         self._on_gpu = firsts[0].gpu_id is not None
         self._starting = [engine.start.remote() for engine in self._engines]
 
+    def wait_until_loaded(self) -> None:
+        """Raises ValueError for data or hooks that do not fit, while engines and trainer still start."""
+        ray.get(self._loading)
+
     def wait_until_ready(self, state: dict[str, Any]) -> None:
-        """Wait for the engines, then start the manager with the state of the checkpoint."""
+        """Wait for the engines, and go on from the state of the checkpoint."""
         self.urls: list[str] = ray.get(self._starting)
-        manager: Any = ray.remote(RolloutActor).options(num_cpus=0)
-        self._manager = manager.remote(self.args, self.run_dir, self.urls, state)
-        self._probe_ids: list[int] = ray.get(self._manager.probe_ids.remote())
+        self._probe_ids: list[int] = ray.get(self._manager.connect.remote(self.urls, state))
 
     def generate(self, step: int) -> StepData:
         return ray.get(self._manager.generate.remote(step))
@@ -124,10 +150,13 @@ class SupervisedGroup:
     """The same interface for supervised training: data come from a file, there is no engine."""
 
     def __init__(self, args: Args) -> None:
-        self.args = args
+        self._manager = SupervisedManager(args)
+
+    def wait_until_loaded(self) -> None:
+        """The constructor has loaded everything."""
 
     def wait_until_ready(self, state: dict[str, Any]) -> None:
-        self._manager = SupervisedManager(self.args, state)
+        self._manager.restore(state)
 
     def generate(self, step: int) -> StepData:
         return self._manager.generate(step)

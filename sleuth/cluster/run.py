@@ -30,6 +30,7 @@ def start_run(args: Args, run_dir: Path) -> Iterator[Run]:
         rollout = SupervisedGroup(args) if args.loss_type == "sft" else RolloutGroup(args, run_dir, placement)
         try:
             trainer = TrainGroup(args, run_dir, placement)
+            rollout.wait_until_loaded()
             steps_done, state = trainer.wait_until_ready()
             rollout.wait_until_ready(state)
             yield Run(trainer, rollout, steps_done)

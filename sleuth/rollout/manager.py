@@ -7,11 +7,12 @@ Both are plain classes; `sleuth.cluster` makes Ray actors of them.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import AutoTokenizer
 
@@ -26,6 +27,7 @@ from sleuth.rollout.engine_client import EngineClient, embedding_size
 from sleuth.rollout.loop import GenerationLoop, load_hooks
 
 PROBE_TOKENS = 256
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,34 +41,36 @@ class StepData:
 class RolloutManager:
     """Generates, scores and packs the samples of a step; evaluates; probes the engines."""
 
-    def __init__(self, args: Args, run_dir: Path, engine_urls: list[str], state: dict[str, Any]) -> None:
+    def __init__(self, args: Args, run_dir: Path) -> None:
+        """Load the data and the hooks. Raises ValueError for anything in them that does not fit."""
         self.args, self.run_dir = args, run_dir
+        self.loop = GenerationLoop(args, load_hooks(args))
         self.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
         self.vocab_size = embedding_size(args.hf_checkpoint)
         check_tokenizer(self.tokenizer, self.vocab_size)
         self.rows = load_rows(args.prompt_data, args, self.tokenizer)
         self.stream = PromptStream(self.rows, seed=args.seed, shuffle=args.rollout_shuffle)
-        if state:
-            self.stream.load_state_dict(state["stream"])
         self.eval_rows = {
             name: load_rows(path, args, self.tokenizer, evaluation=True) for name, path in args.eval_sets.items()
         }
-        self.engine = self._client(engine_urls)
-        self.loop = GenerationLoop(args, load_hooks(args))
         # One event loop for the whole run: the hooks' HTTP sessions live as long as it does.
         self._runner = asyncio.Runner()
+
+    def connect(self, engine_urls: list[str], state: dict[str, Any]) -> None:
+        """Use these engines, and go on from a checkpoint's `state` ({} in a new run)."""
+        self.engine = self._client(engine_urls)
+        if state:
+            self.stream.load_state_dict(state["stream"])
 
     def generate(self, step: int) -> StepData:
         """Roll out one step. Raises RolloutError when too many trajectories fail."""
         start = time.perf_counter()
-        with use_rollout_context(RolloutContext(self.engine, self.tokenizer)):
-            rollout = self._runner.run(self.loop.rollout(self.stream.next_groups))
+        rollout = self._run(self.loop.rollout(self.stream.next_groups))
         seconds = time.perf_counter() - start
         samples = rollout.samples
         metrics = rollout_metrics(samples)
         metrics["rollout/failed_samples"] = float(rollout.failed_samples)
         metrics["rollout/filtered_groups"] = float(rollout.filtered_groups)
-        metrics["time/rollout"] = seconds
         metrics["perf/rollout_tokens_per_second"] = sum(sum(s.trace.loss_mask) for s in samples) / seconds
         self._write_trajectories(f"step_{step:07d}", samples)
         return StepData(shard_batch(self.args, train_samples(self.args, rollout.groups)), metrics)
@@ -74,15 +78,12 @@ class RolloutManager:
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate every data set of `--eval-prompt-data` at every `--eval-temperature`."""
         metrics: dict[str, float] = {}
-        start = time.perf_counter()
         for name, rows in self.eval_rows.items():
             for temperature in self.args.eval_temperature:
                 label = evaluation_name(name, temperature)
-                with use_rollout_context(RolloutContext(self.engine, self.tokenizer)):
-                    samples = self._runner.run(self.loop.evaluate(rows, temperature))
+                samples = self._run(self.loop.evaluate(rows, temperature))
                 metrics |= evaluation_metrics(samples, label)
                 self._write_trajectories(f"eval_{step:07d}_{label.replace('/', '_')}", samples)
-        metrics["time/evaluation"] = time.perf_counter() - start
         return metrics
 
     def probe_ids(self) -> list[int]:
@@ -91,7 +92,11 @@ class RolloutManager:
 
     def probe_engines(self) -> list[list[float]]:
         """Each engine's log-probabilities of the probe's tokens after the first, in nats, at temperature 1."""
-        return self._runner.run(self._score_everywhere(self.probe_ids()))
+        return self._run(self._score_everywhere(self.probe_ids()))
+
+    def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        with use_rollout_context(RolloutContext(self.engine, self.tokenizer)):
+            return self._runner.run(coroutine, context=contextvars.copy_context())
 
     async def _score_everywhere(self, ids: list[int]) -> list[list[float]]:
         async def score(url: str) -> list[float]:
@@ -120,20 +125,21 @@ class RolloutManager:
 class SupervisedManager:
     """Reads finished trajectories (`--loss-type sft`) in place of generating them."""
 
-    def __init__(self, args: Args, state: dict[str, Any]) -> None:
+    def __init__(self, args: Args) -> None:
         self.args = args
         tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
         check_tokenizer(tokenizer, embedding_size(args.hf_checkpoint))
         self.stream = load_sft_rows(args.prompt_data, tokenizer, seed=args.seed, shuffle=args.rollout_shuffle)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's `state` ({} in a new run)."""
         if state:
             self.stream.load_state_dict(state["stream"])
 
     def generate(self, step: int) -> StepData:
-        start = time.perf_counter()
         samples = self.stream.next_samples(self.args.rollout_batch_size)
         tokens = sum(len(sample.token_ids) for sample in samples)
-        metrics = {"rollout/tokens": float(tokens), "time/rollout": time.perf_counter() - start}
-        return StepData(shard_batch(self.args, samples), metrics)
+        return StepData(shard_batch(self.args, samples), {"rollout/tokens": float(tokens)})
 
     def state_dict(self) -> dict[str, Any]:
         return {"stream": self.stream.state_dict()}
