@@ -142,6 +142,24 @@ def _tidy(text: str | None) -> str:
     return " ".join((text or "").split())
 
 
+def ask_year(event: str, person: str) -> str:
+    """The question for the year of a person's `birth` or `death`."""
+    return f"In what year was {person} born?" if event == "birth" else f"In what year did {person} die?"
+
+
+def ask_maker(kind: str, work: str) -> str:
+    return f"Who {VERB_OF_KIND[kind]} the {kind} {work}?"
+
+
+def ask_work_year(kind: str, work: str) -> str:
+    return f"From what year is the {kind} {work}?"
+
+
+def maker_phrase(kind: str, work: str) -> str:
+    """The maker of a work, for `ask_year`: what makes a question two-hop."""
+    return f"the person who {VERB_OF_KIND[kind]} the {kind} {work}"
+
+
 def make_questions(articles: Sequence[Article]) -> list[Question]:
     """All questions that the descriptions allow, before the audit."""
     persons = {article.title: years for article in articles if (years := person_years(article))}
@@ -166,11 +184,10 @@ def person_years(article: Article) -> dict[str, str] | None:
 
 
 def _person_questions(article: Article, years: dict[str, str]) -> Iterator[Question]:
-    wording = {"birth": f"In what year was {article.name} born?", "death": f"In what year did {article.name} die?"}
     for event, year in years.items():
         yield Question(
             source=f"demo_{event}_year",
-            text=wording[event],
+            text=ask_year(event, article.name),
             answers=(year,),
             searches=(article.name,),
             titles=(article.title,),
@@ -186,7 +203,6 @@ def _work_questions(
     if not match:
         return
     kind, maker, year = match["kind"].lower(), match["maker"], match["year"]
-    subject = f"the {kind} {work.name}"
     person = _maker_article(maker, persons)
     links = frozenset({work.title, f"maker: {maker.split()[-1].lower()}", *([person] if person else [])})
 
@@ -194,15 +210,13 @@ def _work_questions(
         searches = (work.name, *([maker] if hops else []))
         return Question(source, text, answers, searches, (work.title, *hops), evidence, links)
 
-    verb = VERB_OF_KIND[kind]
     names = tuple(dict.fromkeys([maker, *([by_title[person].name] if person else [])]))
-    yield question("demo_creator", f"Who {verb} {subject}?", names, (maker,))
+    yield question("demo_creator", ask_maker(kind, work.name), names, (maker,))
     if year:
-        yield question("demo_work_year", f"From what year is {subject}?", (year,), (year,))
+        yield question("demo_work_year", ask_work_year(kind, work.name), (year,), (year,))
     if person:
-        whom = f"the person who {verb} {subject}"
         for event, answer in persons[person].items():
-            text = f"In what year was {whom} born?" if event == "birth" else f"In what year did {whom} die?"
+            text = ask_year(event, maker_phrase(kind, work.name))
             yield question("demo_two_hop", text, (answer,), (maker, answer), person)
 
 
