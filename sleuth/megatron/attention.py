@@ -10,6 +10,10 @@ causal work is equal on all ranks; keys and values are gathered, queries stay.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,7 +26,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from sleuth.algo.context_parallel import zigzag_index
+from sleuth.algo.context_parallel import zigzag_inverse
 
 # Sequences are padded and attended to together while padding adds at most this fraction of tokens.
 _MAX_PADDING = 0.25
@@ -74,15 +78,17 @@ class PackedAttention(torch.nn.Module):
         return self._context_parallel(query, key, value, lengths)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-        """All sequences are whole here: pad those of similar length to one batch. Causality hides the padding."""
-        pieces: list[Tensor | None] = [None] * len(lengths)
-        queries, keys, values = (x.split(lengths) for x in (query, key, value))
-        for indices in _similar_lengths(lengths):
-            q, k, v = (_pad([x[i] for i in indices]) for x in (queries, keys, values))
-            attended = self._attend(q, k, v)
-            for row, i in enumerate(indices):
-                pieces[i] = attended[row, : lengths[i]]
-        return torch.cat([piece for piece in pieces if piece is not None]).flatten(1)
+        """All sequences are whole here: those of similar length make a padded batch. Causality hides the padding."""
+        batches = _padded_batches(tuple(lengths))
+        if len(batches) == 1 and batches[0].full:
+            shape = batches[0].shape
+            return self._attend(*(x.unflatten(0, shape) for x in (query, key, value))).flatten(0, 1).flatten(1)
+        out = []
+        for batch in batches:
+            padded = (_Pad.apply(x, batch).unflatten(0, batch.shape) for x in (query, key, value))
+            out.append(_Unpad.apply(self._attend(*padded).flatten(0, 1).flatten(1), batch))
+        order = torch.cat([batch.tokens for batch in batches]).to(query.device)
+        return torch.cat(out).index_select(0, torch.argsort(order))
 
     def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
         """Each rank attends with its two chunks of every sequence to all keys before them."""
@@ -100,8 +106,7 @@ class PackedAttention(torch.nn.Module):
     def _gather(self, x: Tensor, lengths: list[int]) -> Tensor:
         """[t / C, ...] of every rank -> [t, ...] in sequence order; the backward pass is a reduce-scatter."""
         full = gather_from_sequence_parallel_region(x.contiguous(), tensor_parallel_output_grad=True, group=self.group)
-        order = torch.cat([zigzag_index(lengths, self.size, rank) for rank in range(self.size)]).to(x.device)
-        return full[torch.argsort(order)]
+        return full.index_select(0, zigzag_inverse(lengths, self.size).to(x.device))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[b, s, heads, d] and [b, s', kv heads, d], s' >= s: the last query sees all keys. Returns like `query`."""
@@ -123,12 +128,68 @@ def _lower_right_mask(query: Tensor, key: Tensor) -> Tensor:
     return ones.tril(key.shape[2] - query.shape[2])
 
 
-def _pad(pieces: list[Tensor]) -> Tensor:
-    """Sequences [s_i, heads, d] -> [b, max s, heads, d], zeros at the end."""
-    return torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True)
+@dataclass(frozen=True, slots=True)
+class _PaddedBatch:
+    """Some sequences of a row as a padded batch of `shape` (sequences, longest).
+
+    Token `tokens[i]` of the row stands at place `places[i]` of the flattened batch; `full`: without padding.
+    """
+
+    shape: tuple[int, int]
+    tokens: Tensor
+    places: Tensor
+    full: bool
 
 
-def _similar_lengths(lengths: list[int]) -> list[list[int]]:
+class _Pad(torch.autograd.Function):
+    """Row [t, ...] -> flattened padded batch [b * s, ...], zeros at padding. Autograd's own way through slices
+    would make and add up a whole row of zeros for every sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, batch: _PaddedBatch) -> Tensor:
+        ctx.batch, ctx.total = batch, len(row)
+        return _move(row, batch.tokens, batch.places, batch.shape[0] * batch.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _move(grad, ctx.batch.places, ctx.batch.tokens, ctx.total), None
+
+
+class _Unpad(torch.autograd.Function):
+    """Flattened padded batch [b * s, ...] -> its tokens in the order of `batch.tokens`."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, batch: _PaddedBatch) -> Tensor:
+        ctx.batch = batch
+        return padded.index_select(0, batch.places.to(padded.device))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        batch = ctx.batch
+        return _move(grad, torch.arange(len(grad)), batch.places, batch.shape[0] * batch.shape[1]), None
+
+
+def _move(source: Tensor, origins: Tensor, destinations: Tensor, size: int) -> Tensor:
+    """A new tensor of `size` rows whose `destinations` hold the `origins` of `source`, zeros elsewhere."""
+    out = source.new_zeros(size, *source.shape[1:])
+    return out.index_copy_(0, destinations.to(source.device), source.index_select(0, origins.to(source.device)))
+
+
+@functools.lru_cache(maxsize=64)
+def _padded_batches(lengths: tuple[int, ...]) -> list[_PaddedBatch]:
+    """The padded batches of a row; every layer of the model asks for the same."""
+    starts = [0, *accumulate(lengths)]
+    batches = []
+    for indices in _similar_lengths(lengths):
+        longest = max(lengths[i] for i in indices)
+        tokens = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in indices])
+        places = torch.cat([torch.arange(lengths[i]) + row * longest for row, i in enumerate(indices)])
+        shape = (len(indices), longest)
+        batches.append(_PaddedBatch(shape, tokens, places, len(tokens) == shape[0] * shape[1]))
+    return batches
+
+
+def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
     """Group indices by length so that padding a group to its longest adds at most `_MAX_PADDING`."""
     groups: list[list[int]] = []
     total = longest = 0

@@ -4,11 +4,11 @@ The output layer is the largest activation of a language model: T tokens by V wo
 chunk of tokens at a time, only for the tokens that matter, and again in the backward pass (unless it is small
 enough to keep). With z = logits / temperature, sharded over the tensor-parallel ranks, each token gets
 
-    log p(y)  = z_y - lse(z)
-    entropy   = lse(z) - sum_v p_v z_v
-    mean      = sum_v z_v / V - lse(z)      the mean log-probability, for label smoothing
+    log p(y)    with log p_v = z_v - lse(z)
+    entropy     = -sum_v p_v log p_v
+    mean        = sum_v log p_v / V         for label smoothing
 
-and d/dz of them: 1[v = y] - p_v;  -p_v (log p_v + entropy);  1 / V - p_v.
+and d/dz_v of them: 1[v = y] - p_v;  -p_v (log p_v + entropy);  1 / V - p_v.
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Logits up to this size are kept for the backward pass: recomputing them would cost a third of the layer.
+# Up to this size, all words' log-probabilities are kept for the backward pass: recomputing costs a third of the layer.
 _KEEP_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions:
-    """What to compute, and how: `temperature` divides the logits, `chunk_size` is in tokens."""
+    """What to compute, and how: `temperature` divides the logits, `chunk_size` is in tokens.
+
+    The entropy has a gradient only with `entropy_gradient`.
+    """
 
     temperature: float = 1.0
     chunk_size: int = 1024
     entropy: bool = False
+    entropy_gradient: bool = False
     mean: bool = False
 
 
@@ -43,86 +47,66 @@ def token_statistics(
     weight [V / tp, H] (this rank's rows), targets [n] (ids in the whole vocabulary).
     Returns float32 [n, 3] in nats; the entropy and mean columns are 0 unless `options` asks for them.
     """
-    return _TokenStatistics.apply(hidden, weight, targets, options, group)
+    keep = torch.is_grad_enabled() and targets.numel() * weight.shape[0] * 4 <= _KEEP_BYTES
+    return _TokenStatistics.apply(hidden, weight, targets, options, group, keep)
 
 
 class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions, group: dist.ProcessGroup
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        options: HeadOptions,
+        group: dist.ProcessGroup,
+        keep: bool,
     ) -> Tensor:
-        grad = hidden.requires_grad or weight.requires_grad
-        keep = grad and targets.numel() * weight.shape[0] * 4 <= _KEEP_BYTES
         start = weight.shape[0] * group.rank()
         out = torch.zeros(targets.numel(), 3, dtype=torch.float32, device=hidden.device)
-        lse = torch.empty(targets.numel(), dtype=torch.float32, device=hidden.device)
         kept = []
         for chunk in _chunks(targets.numel(), options.chunk_size):
-            logits = _logits(hidden[chunk], weight, options.temperature)
-            lse[chunk] = _statistics(logits, targets[chunk] - start, out[chunk], options, group)
+            log_p = _log_probs(hidden[chunk], weight, options.temperature, group)
+            _statistics(log_p, targets[chunk] - start, out[chunk], options, group)
             if keep:
-                kept.append(logits)
-        ctx.options, ctx.start, ctx.size = options, start, group.size()
-        ctx.save_for_backward(hidden, weight, targets, lse, out, *kept)
+                kept.append(log_p)
+        ctx.options, ctx.start, ctx.group = options, start, group
+        ctx.save_for_backward(hidden, weight, targets, out, *kept)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden, weight, targets, lse, out, *kept = ctx.saved_tensors
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        hidden, weight, targets, out, *kept = ctx.saved_tensors
         options: HeadOptions = ctx.options
         grad_hidden = torch.empty_like(hidden)
         # Accumulated in float32, as megatron accumulates gradients.
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        vocabulary = weight.shape[0] * ctx.size
+        vocabulary = weight.shape[0] * ctx.group.size()
         for number, chunk in enumerate(_chunks(targets.numel(), options.chunk_size)):
-            logits = kept[number] if kept else _logits(hidden[chunk], weight, options.temperature)
-            grad = _logit_gradient(
-                logits, lse[chunk], out[chunk], targets[chunk] - ctx.start, grad_out[chunk], options, vocabulary
-            ).to(hidden.dtype)
+            log_p = kept[number] if kept else _log_probs(hidden[chunk], weight, options.temperature, ctx.group)
+            targets_here = targets[chunk] - ctx.start
+            grad = _logit_gradient(log_p, out[chunk], targets_here, grad_out[chunk], options, vocabulary)
+            grad = grad.to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[chunk])
             if grad.dtype == torch.float32:
                 grad_weight.addmm_(grad.t(), hidden[chunk])
             else:
                 grad_weight += grad.t() @ hidden[chunk]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _chunks(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """[n, H] -> float32 [n, V / tp]"""
+def _log_probs(hidden: Tensor, weight: Tensor, temperature: float, group: dist.ProcessGroup) -> Tensor:
+    """[n, H] -> this rank's float32 log-probabilities [n, V / tp]"""
     logits = (hidden @ weight.t()).float()
-    return logits if temperature == 1.0 else logits.div_(temperature)
-
-
-def _local_targets(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Ids relative to this rank's rows -> (ids that are safe to index with [n, 1], whether they are ours [n])."""
-    ours = (targets >= 0) & (targets < width)
-    return targets.where(ours, 0).unsqueeze(1), ours
-
-
-def _statistics(logits: Tensor, targets: Tensor, out: Tensor, options: HeadOptions, group: dist.ProcessGroup) -> Tensor:
-    """Fill `out` [n, 3] for one chunk of logits [n, V / tp]; returns log-sum-exp over the vocabulary [n]."""
-    indices, ours = _local_targets(targets, logits.shape[1])
-    target = logits.gather(1, indices).squeeze(1).where(ours, 0.0)
-    lse = torch.logsumexp(logits, 1)
-    if group.size() > 1:
-        target, lse = _sum(target, group), _log_sum_exp(lse, group)
-    out[:, 0] = target - lse
-    if options.entropy:
-        expected = (torch.exp(logits - lse.unsqueeze(1)) * logits).sum(1)
-        out[:, 1] = lse - _sum(expected, group)
-    if options.mean:
-        out[:, 2] = _sum(logits.sum(1), group) / (logits.shape[1] * group.size()) - lse
-    return lse
-
-
-def _sum(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    if group.size() > 1:
-        dist.all_reduce(values, group=group)
-    return values
+    if temperature != 1.0:
+        logits.div_(temperature)
+    if group.size() == 1:
+        return torch.log_softmax(logits, 1)
+    return logits.sub_(_log_sum_exp(torch.logsumexp(logits, 1), group).unsqueeze(1))
 
 
 def _log_sum_exp(values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -132,21 +116,37 @@ def _log_sum_exp(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return largest + torch.log(_sum(torch.exp(values - largest), group))
 
 
-def _logit_gradient(
-    logits: Tensor,
-    lse: Tensor,
-    out: Tensor,
-    targets: Tensor,
-    grad_out: Tensor,
-    options: HeadOptions,
-    vocabulary: int,
-) -> Tensor:
-    """The gradient with respect to the undivided logits [n, V / tp]; reuses the memory of `logits`."""
-    to_target, to_entropy, to_mean = grad_out.unbind(1)
-    log_p = logits.sub_(lse.unsqueeze(1))
+def _sum(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if group.size() > 1:
+        dist.all_reduce(values, group=group)
+    return values
+
+
+def _local_targets(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Ids relative to this rank's rows -> (ids that are safe to index with [n, 1], whether they are ours [n])."""
+    ours = (targets >= 0) & (targets < width)
+    return targets.where(ours, 0).unsqueeze(1), ours
+
+
+def _statistics(log_p: Tensor, targets: Tensor, out: Tensor, options: HeadOptions, group: dist.ProcessGroup) -> None:
+    """Fill `out` [n, 3] from this rank's log-probabilities [n, V / tp]."""
+    indices, ours = _local_targets(targets, log_p.shape[1])
+    out[:, 0] = log_p.gather(1, indices).squeeze(1).where(ours, 0.0)
     if options.entropy:
-        p = torch.exp(log_p)
-        grad = (log_p + out[:, 1:2]).mul_(-to_entropy.unsqueeze(1)).sub_((to_target + to_mean).unsqueeze(1)).mul_(p)
+        out[:, 1] = -torch.linalg.vecdot(log_p.exp(), log_p)
+    if options.mean:
+        out[:, 2] = log_p.sum(1) / (log_p.shape[1] * group.size())
+    _sum(out, group)
+
+
+def _logit_gradient(
+    log_p: Tensor, out: Tensor, targets: Tensor, grad_out: Tensor, options: HeadOptions, vocabulary: int
+) -> Tensor:
+    """The gradient with respect to the undivided logits [n, V / tp]; reuses the memory of `log_p`."""
+    to_target, to_entropy, to_mean = grad_out.unbind(1)
+    if options.entropy_gradient:
+        p = log_p.exp()
+        grad = log_p.add_(out[:, 1:2]).mul_(-to_entropy.unsqueeze(1)).sub_((to_target + to_mean).unsqueeze(1)).mul_(p)
     else:
         grad = log_p.exp_().mul_(-(to_target + to_mean).unsqueeze(1))
     if options.mean:

@@ -26,7 +26,9 @@ def head_options(args: Any) -> HeadOptions:
     """What the head computes for the objective of `args`."""
     if args.loss_type == "sft":
         return HeadOptions(chunk_size=args.log_probs_chunk_size, mean=args.label_smoothing > 0)
-    return HeadOptions(args.rollout_temperature, args.log_probs_chunk_size, entropy=True)
+    return HeadOptions(
+        args.rollout_temperature, args.log_probs_chunk_size, entropy=True, entropy_gradient=args.entropy_coef != 0
+    )
 
 
 def make_objective(args: Any) -> Objective:
