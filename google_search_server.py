@@ -9,10 +9,10 @@ The key travels in a header only; no message or log holds it.
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 from sleuth.search import SearchError, request_text, with_retries
+from sleuth.search.pages import page_contexts
 
 SERPER_URL = "https://google.serper.dev/search"
 FEWEST_RESULTS = 10
@@ -33,19 +33,26 @@ async def google_search(
     """Up to `top_k` passages for the query, best first: `[{"document": {"contents": '"title"\\\\ntext'}}]`.
 
     `timeout`: seconds an attempt may take. Raises SearchError after `retries` further attempts, or at once
-    where another attempt cannot help (a refused key, for one).
+    where another attempt cannot help (a refused key, for one). Without `snippet_only` the pages are fetched and
+    what stands around the snippets is taken; where that fails, the snippet stands.
     """
-    url = serper_url or os.environ.get("SERPER_URL", SERPER_URL)
+    url = serper_url or SERPER_URL
     body = {"q": query, "num": max(top_k, FEWEST_RESULTS)}
 
     async def attempt() -> list[dict[str, str]]:
         headers = {"X-API-KEY": api_key}
-        return parse_organic(
-            await request_text("POST", url, timeout=timeout, json=body, headers=headers, proxy=proxy), url
-        )
+        try:
+            text = await request_text("POST", url, timeout=timeout, json=body, headers=headers, proxy=proxy)
+            return parse_organic(text, url)
+        except SearchError as error:  # it quotes the answer, which may quote the key
+            error.args = tuple(str(part).replace(api_key, "***") for part in error.args)
+            raise
 
     results = (await with_retries(attempt, retries))[:top_k]
     texts = [result["snippet"] for result in results]
+    if not snippet_only:
+        contexts = await page_contexts([result["link"] for result in results], texts, proxy=proxy)
+        texts = [context or snippet for context, snippet in zip(contexts, texts, strict=True)]
     return [
         {"document": {"contents": f'"{result["title"]}"\n{text}'}} for result, text in zip(results, texts, strict=True)
     ]

@@ -113,21 +113,28 @@ def _error(state: tenacity.RetryCallState) -> BaseException | None:
     return state.outcome.exception() if state.outcome else None
 
 
-_sessions: dict[asyncio.AbstractEventLoop, tuple[AsyncIterator[aiohttp.ClientSession], aiohttp.ClientSession]] = {}
+def search_session() -> aiohttp.ClientSession:
+    """A session for backends; their callers bound how many requests are under way."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
 
-async def shared_session() -> aiohttp.ClientSession:
-    """This event loop's one session; it is closed when the loop shuts down its asynchronous generators."""
-    loop = asyncio.get_running_loop()
-    if loop not in _sessions or _sessions[loop][1].closed:
-        for ended in [other for other in _sessions if other.is_closed()]:
+MakeSession = Callable[[], aiohttp.ClientSession]
+_sessions: dict[
+    tuple[asyncio.AbstractEventLoop, MakeSession], tuple[AsyncIterator[aiohttp.ClientSession], aiohttp.ClientSession]
+] = {}
+
+
+async def shared_session(make: MakeSession = search_session) -> aiohttp.ClientSession:
+    """This event loop's one session of its kind; closed when the loop shuts down its asynchronous generators."""
+    key = asyncio.get_running_loop(), make
+    if key not in _sessions or _sessions[key][1].closed:
+        for ended in [other for other in _sessions if other[0].is_closed()]:
             del _sessions[ended]
-        holder = _hold_session()
-        _sessions[loop] = holder, await anext(holder)
-    return _sessions[loop][1]
+        holder = _hold_session(make)
+        _sessions[key] = holder, await anext(holder)
+    return _sessions[key][1]
 
 
-async def _hold_session() -> AsyncIterator[aiohttp.ClientSession]:
-    # The callers bound how many requests are under way, not the connector.
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+async def _hold_session(make: MakeSession) -> AsyncIterator[aiohttp.ClientSession]:
+    async with make() as session:
         yield session
