@@ -11,6 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from sleuth.rollout.context import Generation
+from sleuth.sample import Sample
 
 
 class ScriptedEngine:
@@ -86,3 +87,18 @@ def make_plain_bpe_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(["<think> search answer information </search> capital of France"] * 50, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>")
+
+
+def check_trace(sample: Sample, engine: ScriptedEngine) -> None:
+    """Every prefix the engine saw is a prefix of what is trained on; 1 exactly on the model's tokens."""
+    trace = sample.trace
+    assert len(trace.response_ids) == len(trace.loss_mask) == len(trace.log_probs)
+    for ids, params in engine.requests:
+        assert ids == trace.token_ids[: len(ids)]
+        assert params["no_stop_trim"] is True
+        assert {"</search>", "</answer>"} <= set(params["stop"])
+    of_model = [
+        mask for segment in trace.segments if segment.source == "model" for mask in [1] * (segment.end - segment.start)
+    ]
+    assert sum(trace.loss_mask) == len(of_model)
+    assert all((value == 0.0) == (mask == 0) for value, mask in zip(trace.log_probs, trace.loss_mask, strict=True))

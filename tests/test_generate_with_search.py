@@ -19,7 +19,7 @@ from generate_with_search import CORRECTION, generate, postprocess_predictions, 
 from sleuth.rollout.context import Generation, RolloutContext, use_rollout_context
 from sleuth.sample import Sample, SampleStatus, StopReason, TokenTrace
 from sleuth.search import SearchError, SearchUnavailableError
-from tests.scripted import ScriptedEngine, make_plain_bpe_tokenizer
+from tests.scripted import ScriptedEngine, check_trace, make_plain_bpe_tokenizer
 from tests.tiny_models import make_byte_bpe_tokenizer
 
 ACTIONS = [json.loads(line) for line in (Path(__file__).parent / "cases/actions.jsonl").open()]
@@ -65,21 +65,6 @@ def converse(
         sample = asyncio.run(generate(args or make_args(), sample, params))
     check_trace(sample, engine)
     return sample, engine
-
-
-def check_trace(sample: Sample, engine: ScriptedEngine) -> None:
-    """Every prefix the engine saw is a prefix of what is trained on; 1 exactly on the model's tokens."""
-    trace = sample.trace
-    assert len(trace.response_ids) == len(trace.loss_mask) == len(trace.log_probs)
-    for ids, params in engine.requests:
-        assert ids == trace.token_ids[: len(ids)]
-        assert params["no_stop_trim"] is True
-        assert {"</search>", "</answer>"} <= set(params["stop"])
-    of_model = [
-        mask for segment in trace.segments if segment.source == "model" for mask in [1] * (segment.end - segment.start)
-    ]
-    assert sum(trace.loss_mask) == len(of_model)
-    assert all((value == 0.0) == (mask == 0) for value, mask in zip(trace.log_probs, trace.loss_mask, strict=True))
 
 
 def texts(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
@@ -235,7 +220,7 @@ def test_abort(tokenizer: PreTrainedTokenizerBase) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.5])
 def test_a_wrong_log_prob_is_an_error(tokenizer: PreTrainedTokenizerBase, value: float) -> None:
-    with pytest.raises(ValueError, match="log-probability"):
+    with pytest.raises(ValueError, match="log-probabilit"):
         converse(tokenizer, [Generation([5, 6], [-0.1, value], "ab", "stop")])
 
 

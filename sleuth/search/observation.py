@@ -103,7 +103,7 @@ def _cut(line: str, offsets: Sequence[tuple[int, int]], tokens: int) -> str:
     """The line's first `tokens` tokens, back to the last whole word where the script has words."""
     if tokens >= len(offsets):
         return line
-    end = offsets[tokens - 1][1] if tokens > 0 else 0
+    end = offsets[tokens][0]  # not within a character whose bytes are several tokens
     cut = line[:end]
     space = cut.rfind(" ")
     if not line[end].isspace() and space >= end - LONGEST_WORD:
