@@ -174,19 +174,21 @@ TRAIN_ARGS=(
     "$@"
 )
 
-ray_pid="" submission_id=""
+ray_pid="" ray_dir="" submit_pid="" submission_id=""
 
 # Stops what this script started, and nothing else: `ray stop` would end every Ray on this machine.
 # Killing `ray start --block` ends exactly its own head: its children go with it.
 clean_up() {
     local status=$?
     trap - EXIT INT TERM
-    if [[ -n "$submission_id" && "$status" -ne 0 ]]; then
-        "$PYTHON" -m ray.scripts.scripts job stop --no-wait "$submission_id" >/dev/null 2>&1 || true
+    if [[ -n "$submit_pid" ]] && kill "$submit_pid" 2>/dev/null; then
+        echo "stopping the job" >&2
+        timeout 60 "$PYTHON" -m ray.scripts.scripts job stop "$submission_id" >/dev/null 2>&1 || true
     fi
     if [[ -n "$ray_pid" ]]; then
         kill "$ray_pid" 2>/dev/null || true
         wait "$ray_pid" 2>/dev/null || true
+        if [[ "$status" -eq 0 ]]; then rm -rf "$ray_dir"; else echo "Ray's own logs: $ray_dir" >&2; fi
     fi
     rm -rf "$scratch"
     exit "$status"
@@ -215,7 +217,7 @@ END
 
 mkdir -p "$CONFIG_DIR"
 write_search_config "$CONFIG_DIR/search.yaml"
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 PLAN_ARGS=()
 # On another cluster the files may be where this machine does not see them.
 [[ "${DRY_RUN:-0}" != 1 && -z "${RAY_ADDRESS:-}" ]] && PLAN_ARGS=(--require-files)
@@ -223,18 +225,25 @@ PLAN_ARGS=()
 [[ "${DRY_RUN:-0}" == 1 ]] && exit 0
 
 if [[ -z "${RAY_ADDRESS:-}" ]]; then
-    read -r gcs_port dashboard_port agent_port < <(free_ports 3)
+    read -r gcs_port dashboard_port agent_port client_port < <(free_ports 4)
+    export RAY_raylet_start_wait_time_s=150 # a busy machine is not a broken one
+    # Only who has this token may submit jobs to the head; every process of this script inherits it.
+    RAY_AUTH_MODE=token RAY_AUTH_TOKEN="$("$PYTHON" -c 'import secrets; print(secrets.token_hex(32))')"
+    export RAY_AUTH_MODE RAY_AUTH_TOKEN
+    # Its own folder: another Ray on this machine keeps its address file. In /tmp, since socket paths must be short.
+    ray_dir="$(mktemp -d /tmp/sleuth-ray-XXXXXX)"
+    echo "starting a Ray head with $NUM_GPUS GPUs (log: $RUN_DIR/ray.log, dashboard: http://127.0.0.1:$dashboard_port)"
     # A session of its own, so that ctrl-C reaches the job first and the head is stopped by clean_up.
     setsid "$PYTHON" -m ray.scripts.scripts start --head --block --num-gpus "$NUM_GPUS" --disable-usage-stats \
         --node-ip-address 127.0.0.1 --port "$gcs_port" --dashboard-host 127.0.0.1 --dashboard-port "$dashboard_port" \
-        --dashboard-agent-listen-port "$agent_port" >"$RUN_DIR/ray.log" 2>&1 &
+        --dashboard-agent-listen-port "$agent_port" --ray-client-server-port "$client_port" \
+        --temp-dir "$ray_dir" >"$RUN_DIR/ray.log" 2>&1 &
     ray_pid=$!
     export RAY_ADDRESS="http://127.0.0.1:$dashboard_port"
-    echo "starting a Ray head with $NUM_GPUS GPUs (log: $RUN_DIR/ray.log, dashboard: $RAY_ADDRESS)"
-    for _ in $(seq 120); do
-        "$PYTHON" -m ray.scripts.scripts job list >/dev/null 2>&1 && break
-        if ! kill -0 "$ray_pid" 2>/dev/null; then
-            tail -n 20 "$RUN_DIR/ray.log" >&2
+    deadline=$((SECONDS + 180))
+    until "$PYTHON" -m ray.scripts.scripts job list >"$scratch/ready.log" 2>&1; do
+        if ! kill -0 "$ray_pid" 2>/dev/null || ((SECONDS > deadline)); then
+            tail -n 20 "$RUN_DIR/ray.log" "$scratch/ready.log" >&2
             echo "the Ray head did not start: $RUN_DIR/ray.log" >&2
             exit 1
         fi
@@ -253,4 +262,6 @@ printf 'exec %q %q' "$PYTHON" "$PWD/train.py" >"$RUN_DIR/job.sh"
 printf ' %q' "${TRAIN_ARGS[@]}" >>"$RUN_DIR/job.sh"
 submission_id="sleuth-$MODEL-$(date -u +%Y%m%d-%H%M%S)-$$"
 "$PYTHON" -m ray.scripts.scripts job submit --submission-id "$submission_id" --runtime-env-json "$RUNTIME_ENV" \
-    -- bash "$RUN_DIR/job.sh"
+    -- bash "$RUN_DIR/job.sh" &
+submit_pid=$!
+wait "$submit_pid" # not in the foreground: a signal is acted on at once

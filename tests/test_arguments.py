@@ -1,0 +1,445 @@
+"""The configuration: precedence, kinds of values, and errors that name expected, found and remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from sleuth.arguments import (
+    Args,
+    ArgumentsError,
+    CheckpointArgs,
+    Group,
+    ModelArgs,
+    build_parser,
+    check_files,
+    check_model,
+    check_tokenizer,
+    config_table,
+    parse_args,
+    parse_args_or_exit,
+)
+from sleuth.arguments.checks import nearest_divisors
+from sleuth.arguments.known_models import KNOWN_MODELS, known_model
+
+BASE = ["--hf-checkpoint", "model", "--prompt-data", "train.parquet", "--colocate", "--custom-rm-path", "hooks.reward"]
+
+
+def parse(*flags: str) -> Args:
+    return parse_args([*BASE, *flags])
+
+
+def error_of(*flags: str) -> str:
+    with pytest.raises(ArgumentsError) as caught:
+        parse(*flags)
+    return str(caught.value)
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+# Every flag that the 8-GPU script of the field and this project's interfaces name.
+FLAGS = """\
+--hf-checkpoint --ref-load --load --save --save-interval --prompt-data --input-key --label-key --apply-chat-template
+--rollout-shuffle --num-rollout --rollout-batch-size --n-samples-per-prompt --rollout-max-response-len
+--rollout-max-context-len --rollout-temperature --rollout-top-p --rollout-stop --eval-interval --eval-prompt-data
+--eval-input-key --eval-label-key --n-samples-per-eval-prompt --global-batch-size --balance-data --micro-batch-size
+--use-dynamic-batch-size --max-tokens-per-gpu --tensor-model-parallel-size --sequence-parallel
+--pipeline-model-parallel-size --context-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size
+--recompute-granularity --recompute-method --recompute-num-layers --advantage-estimator --use-kl-loss --kl-loss-coef
+--kl-loss-type --entropy-coef --eps-clip --eps-clip-high --use-tis --optimizer --lr --lr-decay-style --weight-decay
+--adam-beta1 --adam-beta2 --clip-grad --use-wandb --use-tensorboard --rollout-num-gpus --rollout-num-gpus-per-engine
+--sglang-mem-fraction-static --actor-num-nodes --actor-num-gpus-per-node --colocate --attention-dropout --hidden-dropout
+--accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 --attention-backend --custom-generate-function-path
+--custom-rm-path --custom-config-path --custom-tis-function-path --seed --loss-type --label-smoothing --dtype --run-dir
+--save-keep --eval-temperature --eval-max-response-len --rollout-max-concurrency --sglang-max-total-tokens
+--sglang-dtype --lr-warmup-steps --lr-decay-steps --min-lr --adam-eps --max-logprob-diff --calculate-per-token-loss
+--disable-grpo-std-normalization --eps-clip-c --tis-clip --tis-clip-low --log-trajectories
+--dynamic-sampling-filter-path --cpu-threads-per-actor --wandb-project --wandb-group --eval-before-train --ray-address
+--max-failure-rate --data-source-filter --metadata-key --tool-key --apply-chat-template-kwargs --rollout-top-k
+--eval-top-p --log-probs-chunk-size --use-distributed-optimizer --swiglu --num-layers --hidden-size --ffn-hidden-size
+--num-attention-heads --use-rotary-position-embeddings --disable-bias-linear --add-qkv-bias --normalization
+--norm-epsilon --rotary-base --group-query-attention --num-query-groups --vocab-size --kv-channels --qk-layernorm
+--untie-embeddings-and-output-weights --num-experts --moe-router-topk --moe-ffn-hidden-size
+"""
+
+
+def test_every_flag_is_known_documented_and_nothing_undocumented_is_reachable():
+    actions = {flag: action for action in build_parser()._actions for flag in action.option_strings}
+    assert set(FLAGS.split()) <= set(actions)
+    assert all(action.help for action in actions.values())
+    assert "--custom-config" not in actions
+
+
+def test_help_lists_groups_and_defaults(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stopped:
+        parse_args(["--help"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert "\nOptimizer:\n" in text
+    assert "Learning rate, after warm-up. [1e-06]" in text
+    assert "Undefined" not in text
+
+
+def test_defaults_that_follow_from_other_settings():
+    args = parse("--actor-num-gpus-per-node", "4", "--rollout-max-response-len", "99", "--input-key", "question")
+    assert args.global_batch_size == args.samples_per_step == 32 * 8
+    assert args.rollout_num_gpus == 4
+    assert args.lr_decay_steps == args.num_rollout
+    assert (args.eval_max_response_len, args.eval_input_key, args.eval_label_key) == (99, "question", "reward_model")
+    assert args.run_dir.parent == Path("runs")
+
+
+def test_decay_covers_every_optimizer_step_of_the_run():
+    args = parse("--global-batch-size", "64", "--num-rollout", "10")
+    assert (args.optimizer_steps_per_step, args.lr_decay_steps) == (4, 40)
+
+
+def test_sizes_of_a_colocated_run():
+    layout = ["--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "2"]
+    args = parse(*layout, "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "2")
+    assert (args.actor_world_size, args.data_parallel_size, args.num_engines, args.total_gpus) == (4, 2, 2, 4)
+    apart = parse_args([*BASE, *layout, "--rollout-num-gpus", "4", "--no-colocate"])
+    assert (apart.num_engines, apart.total_gpus) == (4, 8)
+
+
+def test_supervised_training_needs_neither_engines_nor_reward():
+    args = parse_args(["--hf-checkpoint", "m", "--prompt-data", "d.jsonl", "--loss-type", "sft"])
+    assert (args.n_samples_per_prompt, args.samples_per_step, args.num_engines, args.total_gpus) == (1, 32, 0, 1)
+
+
+def test_lists_json_and_pairs():
+    args = parse(
+        *("--eval-interval", "5", "--eval-prompt-data", "nq", "a.parquet@[0:30]", "hotpot", "b.parquet"),
+        *("--eval-temperature", "0", "1", "--rollout-stop", "</a>", "\n"),
+        *("--apply-chat-template-kwargs", '{"enable_thinking": false}', "--no-eval-before-train"),
+    )
+    assert args.eval_sets == {"nq": "a.parquet@[0:30]", "hotpot": "b.parquet"}
+    assert args.eval_temperature == [0.0, 1.0]
+    assert args.rollout_stop == ["</a>", "\n"]
+    assert args.apply_chat_template_kwargs == {"enable_thinking": False}
+    assert args.eval_before_train is False
+
+
+# --- configuration files
+
+
+def test_command_line_wins_over_yaml_wins_over_defaults(tmp_path: Path):
+    path = write(tmp_path / "c.yaml", "lr: 1e-4\nadam-beta1: 0.8\nseed: 7\n")
+    args = parse("--custom-config-path", path, "--seed", "8")
+    assert (args.lr, args.adam_beta1, args.seed, args.adam_beta2) == (1e-4, 0.8, 8, 0.98)
+
+
+def test_a_later_file_wins_and_sections_merge(tmp_path: Path):
+    first = write(tmp_path / "a.yaml", "search_r1: {topk: 1, max_turns: 2}\nseed: 1\n")
+    second = write(tmp_path / "b.yaml", "search_r1: {topk: 5}\nseed: 2\n")
+    args = parse("--custom-config-path", first, second)
+    assert args.custom_config == {"search_r1": {"topk": 5, "max_turns": 2}}
+    assert args.seed == 2
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1E-4", "+1e-4", "1e-04", "0.0001", "1.0e-4"])
+def test_numbers_in_yaml_are_numbers_also_inside_sections(tmp_path: Path, text: str):
+    args = parse("--custom-config-path", write(tmp_path / "c.yaml", f"lr: {text}\nsearch_r1: {{penalty: {text}}}\n"))
+    assert args.lr == args.custom_config["search_r1"]["penalty"] == 1e-4
+
+
+def test_keys_of_mis_yaml_go_to_the_hook(tmp_path: Path):
+    path = write(tmp_path / "mis.yaml", "use_tis: true\ntis_level: token\nrs_veto_threshold: 1e-4\n")
+    args = parse("--custom-config-path", path, "--custom-tis-function-path", "mis.weights")
+    assert args.use_tis
+    assert args.custom_config == {"tis_level": "token", "rs_veto_threshold": 1e-4}
+
+
+def test_null_means_the_default(tmp_path: Path):
+    args = parse("--custom-config-path", write(tmp_path / "c.yaml", "global_batch_size:\nsave: null\n"))
+    assert (args.global_batch_size, args.save) == (256, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("learning_rate_: 1\nrolout_batch_size: 3", ["rolout_batch_size: unknown", "did you mean rollout_batch_size?"]),
+        ("serch_r1: {}", ["did you mean search_r1?"]),
+        ("search_r1: 3", ["expected a mapping under search_r1:, found 3"]),
+        ("custom_config: {}", ["custom_config: unknown"]),
+        ("custom-config-path: x.yaml", ["cannot stand in a configuration file"]),
+        ("seed: 1\nseed: 2", ["seed is given twice"]),
+        ("lora_rank: 32", ["LoRA is not supported yet"]),
+        ("- seed", ["expected a mapping of flags"]),
+        ("seed: [", ["is not valid YAML"]),
+        ("lr: fast", ["--lr: expected a valid number", "found 'fast'"]),
+        ("use_kl_loss: 17", ["--use-kl-loss: expected a valid boolean", "found 17"]),
+        ("search_r1: {google: {api_key: abcd}}", ["search_r1.google.api_key", "use the environment"]),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, parts: list[str]):
+    message = error_of("--custom-config-path", write(tmp_path / "c.yaml", text))
+    assert all(part in message for part in parts), message
+
+
+def test_a_missing_configuration_file_is_named():
+    assert "found nowhere.yaml (No such file or directory)" in error_of("--custom-config-path", "nowhere.yaml")
+
+
+def test_a_number_whose_name_ends_like_a_secret_is_none(tmp_path: Path):
+    path = write(tmp_path / "c.yaml", "search_r1: {max_token: 5, api_key: null}\n")
+    assert parse("--custom-config-path", path).custom_config["search_r1"]["max_token"] == 5
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--rolout-batch-size", "3"], ["--rolout-batch-size: unknown; did you mean --rollout-batch-size?"]),
+        (["--xyzzyq", "3"], ["--xyzzyq: unknown; see --help"]),
+        (["--rollout-batch", "3"], ["--rollout-batch: unknown"]),
+        (["stray"], ["found stray"]),
+        (["--lr"], ["--lr", "expected one argument"]),
+        (["--lr", "abc"], ["--lr: expected a valid number", "found 'abc'"]),
+        (["--lr", "nan"], ["--lr: expected a finite number"]),
+        (["--num-rollout", "0"], ["--num-rollout: expected greater than 0", "found '0'"]),
+        (["--rollout-temperature", "0"], ["--rollout-temperature"]),
+        (["--optimizer", "sgd"], ["--optimizer: expected 'adam', found 'sgd'"]),
+        (["--advantage-estimator", "ppo"], ["expected 'grpo', found 'ppo'"]),
+        (["--apply-chat-template-kwargs", "{a"], ["expected a JSON object", "found '{a'"]),
+        (["--partial-rollout"], ["partial rollouts are not supported yet"]),
+        (["--lora-rank", "32"], ["LoRA is not supported yet"]),
+        (["--wandb-key", "k"], ["WANDB_API_KEY"]),
+        (["--num-experts", "8"], ["--num-experts", "not supported yet"]),
+        (["--expert-model-parallel-size", "2"], ["expected 1", "found 2"]),
+        (["--attention-dropout", "0.1"], ["expected 0", "found 0.1"]),
+        (["--no-attention-softmax-in-fp32"], ["--no-attention-softmax-in-fp32: not supported"]),
+        (["--sequence-parallel"], ["needs --tensor-model-parallel-size above 1"]),
+        (["--tensor-model-parallel-size", "3"], ["3 x 1 x 1 = 3 must divide the 1 training GPUs"]),
+        (["--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2"], ["3 must be a multiple", "2"]),
+        (["--no-colocate"], ["expected --colocate", "or --rollout-num-gpus"]),
+        (["--global-batch-size", "100"], ["100 must divide the 256 samples", "64 and 128"]),
+        (["--micro-batch-size", "3"], ["must divide the 256 samples", "2 and 4"]),
+        (["--use-dynamic-batch-size", "--micro-batch-size", "2"], ["no effect with --use-dynamic-batch-size"]),
+        (["--max-tokens-per-gpu", "100"], ["no effect without --use-dynamic-batch-size"]),
+        (["--recompute-granularity", "full"], ["needs --recompute-method", "--recompute-method uniform"]),
+        (["--recompute-method", "uniform"], ["only with --recompute-granularity full"]),
+        (["--use-kl-loss"], ["--use-kl-loss needs the frozen reference", "--ref-load"]),
+        (["--custom-tis-function-path", "mis.w"], ["no effect without --use-tis"]),
+        (["--label-smoothing", "0.1"], ["only with --loss-type sft"]),
+        (["--loss-type", "sft", "--use-tis"], ["--use-tis has no effect with --loss-type sft"]),
+        (["--loss-type", "sft", "--n-samples-per-prompt", "4"], ["expected --n-samples-per-prompt 1, found 4"]),
+        (["--min-lr", "1"], ["expected --min-lr <= --lr"]),
+        (["--tis-clip", "1", "--tis-clip-low", "2"], ["expected --tis-clip-low <= --tis-clip"]),
+        (["--eval-interval", "5"], ["add --eval-prompt-data NAME PATH"]),
+        (["--eval-prompt-data", "nq", "x"], ["add --eval-interval"]),
+        (["--eval-interval", "5", "--eval-prompt-data", "nq"], ["expected pairs NAME PATH, found 1 words"]),
+        (["--eval-interval", "5", "--eval-prompt-data", *"axay"], ["a different name for each set"]),
+        (["--prompt-data", "x@[0-3]"], ["expected a slice path@[a:b]", "x@[0-3]"]),
+        (["--num-query-groups", "2", "--no-group-query-attention"], ["needs --group-query-attention"]),
+    ],
+)
+def test_what_is_wrong_is_named_with_a_remedy(flags: list[str], parts: list[str]):
+    message = error_of(*flags)
+    assert all(part in message for part in parts), message
+
+
+def test_the_batch_must_divide_over_ranks_and_valid_values_are_offered():
+    ranks = ["--actor-num-gpus-per-node", "4", "--rollout-batch-size", "9"]
+    assert "must be a multiple of the data-parallel size 4" in error_of(*ranks, "--global-batch-size", "18")
+    assert "are 12 and 24" in error_of(*ranks, "--global-batch-size", "18")
+    assert "no value fits" in error_of("--actor-num-gpus-per-node", "5")
+
+
+def test_the_layout_must_divide_the_models_heads():
+    layout = ["--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "4"]
+    assert "must divide --num-query-groups 2" in error_of(*layout, "--num-query-groups", "2")
+
+
+def test_all_problems_are_listed_at_once():
+    message = error_of("--global-batch-size", "100", "--use-kl-loss", "--hidden-dropout", "0.5")
+    assert message.startswith("3 wrong arguments\n")
+    message = error_of("--lr", "x", "--seed", "y")
+    assert "--lr" in message
+    assert "--seed" in message
+
+
+def test_what_is_required_is_named():
+    with pytest.raises(ArgumentsError, match="--hf-checkpoint is required: Folder of the"):
+        parse_args([])
+    with pytest.raises(ArgumentsError, match="--custom-rm-path is required"):
+        parse_args(BASE[:-2])
+
+
+def test_scripts_exit_with_the_message(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stopped:
+        parse_args_or_exit([*BASE, "--lr", "x"])
+    assert stopped.value.code == 2
+    assert "--lr: expected" in capsys.readouterr().err
+
+
+def test_nearest_divisors():
+    assert nearest_divisors(256, 100) == [64, 128]
+    assert nearest_divisors(256, 300) == [256]
+    assert nearest_divisors(72, 18, multiple_of=4) == [12, 24]
+
+
+# --- the object
+
+
+def test_it_is_frozen_and_refuses_unknown_names():
+    args = parse()
+    with pytest.raises(ValueError, match="frozen"):
+        args.lr = 1.0
+    with pytest.raises(ValueError, match="Extra inputs"):
+        Args(hf_checkpoint="m", prompt_data="p", colocate=True, custom_rm_path="h.r", nonsense=1)  # type: ignore[call-arg]
+
+
+def test_it_can_be_written_and_read_back(tmp_path: Path):
+    source = write(tmp_path / "c.yaml", "search_r1: {topk: 1}\n")
+    args = parse("--custom-config-path", source, "--lr", "3e-5", "--save", "ckpt", "--rollout-stop", "</x>")
+    args.write(tmp_path / "resolved.yaml")
+    again = parse_args(["--custom-config-path", str(tmp_path / "resolved.yaml")])
+    keep = {"custom_config_path"}
+    assert again.model_dump(exclude=keep) == args.model_dump(exclude=keep)
+
+
+def test_to_dict_is_json_and_holds_no_secret(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_API_KEY", "very-secret")
+    args = parse("--use-wandb", "--save", "x")
+    assert "very-secret" not in json.dumps(args.to_dict()) + args.to_yaml()
+    assert args.to_dict()["save"] == "x"
+    assert yaml.safe_load(args.to_yaml())["lr"] == 1e-6
+
+
+def test_the_table_shows_groups_and_marks_what_was_given():
+    def text(only_changed: bool) -> str:
+        console = Console(width=120)
+        with console.capture() as capture:
+            console.print(config_table(parse("--lr", "3e-5"), only_changed=only_changed))
+        return capture.get()
+
+    assert "--adam-beta2" in text(False)
+    assert "Optimizer" in text(True)
+    assert "3e-05" in text(True)
+    assert "--adam-beta2" not in text(True)
+
+
+def test_tools_compose_only_the_groups_they_need():
+    class ConvertOptions(Group):
+        """Conversion"""
+
+        force: bool = False
+
+    class ConvertArgs(ConvertOptions, ModelArgs, CheckpointArgs):
+        pass
+
+    args = parse_args(["--hf-checkpoint", "m", "--save", "out", "--num-layers", "3", "--force"], model=ConvertArgs)
+    assert (args.num_layers, args.force, args.save) == (3, True, Path("out"))
+    with pytest.raises(ArgumentsError, match="--lr: unknown"):
+        parse_args(["--hf-checkpoint", "m", "--lr", "1"], model=ConvertArgs)
+
+
+# --- the model
+
+
+def test_model_flags_are_filled_in_from_the_config():
+    args = check_model(parse(), KNOWN_MODELS["qwen2.5-3B"])
+    assert (args.num_layers, args.kv_channels, args.add_qkv_bias, args.qk_layernorm) == (36, 128, True, False)
+    assert args.untie_embeddings_and_output_weights is False
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--num-layers", "35"], ["--num-layers: the flag says 35", "says 36"]),
+        (["--untie-embeddings-and-output-weights"], ["--untie-embeddings-and-output-weights", "True", "False"]),
+        (["--norm-epsilon", "1e-5"], ["1e-05", "1e-06"]),
+        (["--rotary-base", "10000"], ["10000.0", "1000000.0"]),
+        (["--rollout-max-context-len", "99999"], ["at most the model's 32768 tokens, found 99999"]),
+        (["--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "3"], ["must divide --num-attention-heads 16"]),
+    ],
+)
+def test_a_contradiction_with_the_config_names_both_values(flags: list[str], parts: list[str]):
+    with pytest.raises(ArgumentsError) as caught:
+        check_model(parse(*flags), KNOWN_MODELS["qwen2.5-3B"])
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "found 'gpt2'"),
+        ({"hidden_act": "gelu"}, "found 'gelu'"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope type 'yarn'"),
+    ],
+)
+def test_models_that_are_not_supported_are_refused(change: dict[str, Any], message: str):
+    with pytest.raises(ArgumentsError, match=message):
+        check_model(parse(), {**KNOWN_MODELS["qwen2.5-3B"], **change})
+
+
+def test_known_models_are_found_by_the_name_of_their_folder():
+    assert known_model("/models/Qwen2.5-3B-Instruct") is KNOWN_MODELS["qwen2.5-3B"]
+    assert known_model("Qwen3-0.6B") is KNOWN_MODELS["qwen3-0.6B"]
+    assert known_model("Qwen2.5-32B") is None
+
+
+class Words:
+    def __init__(self, largest: int) -> None:
+        self.largest = largest
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0, "<last>": self.largest}
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused():
+    check_tokenizer(Words(99), 100)
+    with pytest.raises(ArgumentsError, match=r"below the model's vocab_size 100, found 100 \('<last>'\)"):
+        check_tokenizer(Words(100), 100)
+
+
+# --- files
+
+
+def model_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_missing_files_are_all_named(tmp_path: Path):
+    args = parse("--ref-load", str(tmp_path / "ref"), "--load", str(tmp_path / "x"), "--run-dir", str(tmp_path / "run"))
+    with pytest.raises(ArgumentsError) as caught:
+        check_files(args)
+    for part in ("--hf-checkpoint", "--ref-load", "convert_hf_to_torch_dist.py", "--load", "--prompt-data"):
+        assert part in str(caught.value)
+
+
+def test_files_that_are_there_pass(tmp_path: Path):
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    args = parse_args(
+        [
+            *("--hf-checkpoint", str(model_folder(tmp_path)), "--prompt-data", f"{tmp_path / 'train.jsonl'}@[0:5]"),
+            *("--save", str(tmp_path / "ckpt"), "--load", str(tmp_path / "ckpt"), "--run-dir", str(tmp_path / "run")),
+            *("--colocate", "--custom-rm-path", "h.r"),
+        ]
+    )
+    check_files(args)
+
+
+def test_a_file_of_a_hub_data_set_is_not_sought_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    model_folder(tmp_path)
+    check_files(parse("--prompt-data", "owner/repo/train.parquet@[0:5]"))
+    (tmp_path / "owner").mkdir()
+    with pytest.raises(ArgumentsError, match=r"found none at owner/repo/train\.parquet"):
+        check_files(parse("--prompt-data", "owner/repo/train.parquet@[0:5]"))

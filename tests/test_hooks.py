@@ -1,0 +1,104 @@
+"""Loading hooks by dotted path, and what is said when one is not as it should be."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from sleuth.hooks import HookKind, accepts_evaluation, load_hook
+
+HOOKS = """
+from functools import partial
+
+LIMIT = 3
+
+async def generate(args, sample, sampling_params): ...
+async def generate_eval(args, sample, sampling_params, evaluation): ...
+async def generate_short(args, sample): ...
+async def generate_more(args, sample, sampling_params, *, extra): ...
+async def reward_func(args, sample, **kwargs): ...
+def reward_sync(args, sample, **kwargs): ...
+def tis(
+    args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kwargs
+): ...
+def tis_strict(args, *, pg_loss): ...
+def keep(args, samples): ...
+
+class Reward:
+    async def __call__(self, args, sample, **kwargs): ...
+
+reward_object = Reward()
+reward_partial = partial(reward_func)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "some_hooks.py").write_text(HOOKS)
+    (tmp_path / "broken_hooks.py").write_text("raise RuntimeError('no luck')")
+    (tmp_path / "needy_hooks.py").write_text("import a_package_nobody_has")
+    package = tmp_path / "some_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "rewards.py").write_text("async def reward_func(args, sample): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("some_hooks.generate", "generate"),
+        ("some_hooks.generate_eval", "generate"),
+        ("some_hooks.reward_func", "reward"),
+        ("some_hooks.reward_object", "reward"),
+        ("some_hooks.reward_partial", "reward"),
+        ("some_package.rewards.reward_func", "reward"),
+        ("some_hooks.tis", "tis"),
+        ("some_hooks.keep", "filter"),
+    ],
+)
+def test_hooks_of_the_right_shape_are_loaded(path: str, kind: HookKind):
+    assert callable(load_hook(path, kind))
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "parts"),
+    [
+        (
+            "some_hooks.genrate",
+            "generate",
+            ["--custom-generate-function-path", "looked for genrate in", "some_hooks.py"],
+        ),
+        ("some_hooks.genrate", "generate", ["did you mean generate?", "it defines", "reward_func"]),
+        (
+            "some_hook.generate",
+            "generate",
+            ["looked for module some_hook in", "did you mean some_hooks?", "PYTHONPATH"],
+        ),
+        ("some_package.reward.f", "reward", ["looked for module some_package.reward in", "did you mean rewards?"]),
+        ("generate", "generate", ["expected module.function, found 'generate'"]),
+        ("", "reward", ["expected module.function, found ''"]),
+        (None, "reward", ["--custom-rm-path: expected module.function, found None"]),
+        ("some_hooks.LIMIT", "reward", ["expected a function, found int LIMIT"]),
+        ("some_hooks.reward_sync", "reward", ["expected `async def`, found `def`"]),
+        ("some_hooks.reward_func", "filter", ["--dynamic-sampling-filter-path", "expected `def`, found `async def`"]),
+        ("some_hooks.generate_short", "generate", ["found `some_hooks.generate_short(args, sample)`"]),
+        ("some_hooks.generate_more", "generate", ["missing a required", "extra"]),
+        ("some_hooks.tis_strict", "tis", ["--custom-tis-function-path", "unexpected keyword argument"]),
+        ("broken_hooks.f", "reward", ["failed to import", "RuntimeError: no luck"]),
+        ("needy_hooks.f", "reward", ["needs a_package_nobody_has, which is not installed"]),
+    ],
+)
+def test_what_is_wrong_with_a_hook_is_said(path: str | None, kind: HookKind, parts: list[str]):
+    with pytest.raises(ValueError, match=r"--custom|--dynamic") as caught:
+        load_hook(path, kind)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_whether_a_generate_hook_wants_to_know_of_evaluation():
+    assert accepts_evaluation(load_hook("some_hooks.generate_eval", "generate"))
+    assert not accepts_evaluation(load_hook("some_hooks.generate", "generate"))
+    assert inspect.iscoroutinefunction(load_hook("some_hooks.generate", "generate"))

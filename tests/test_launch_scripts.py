@@ -1,0 +1,238 @@
+"""The shell scripts: models' shapes against their published values, dry runs, and what is stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from sleuth.arguments import ModelArgs, model_flags, parse_args
+from sleuth.arguments.known_models import KNOWN_MODELS
+from sleuth.plan import PlanArgs, main, memory_plan, micro_batches, num_parameters, resolve
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "run_qwen2.5_3B.sh"
+HOOKS = """
+async def generate(args, sample, sampling_params, evaluation=False): ...
+async def reward_func(args, sample, **kwargs): ...
+"""
+
+
+def model_args(name: str) -> list[str]:
+    command = f'source "scripts/models/{name}.sh"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
+    return subprocess.run(["bash", "-c", command], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Nothing of the test's own environment that the script reads."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
+    return {**kept, "PYTHON": sys.executable, "DRY_RUN": "1", **variables}
+
+
+def dry_run(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(SCRIPT), *flags]
+    return subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def hooks(tmp_path: Path) -> dict[str, str]:
+    """A folder with stand-ins for the search hooks, so that a dry run takes no heavy imports."""
+    (tmp_path / "stand_in.py").write_text(HOOKS)
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+STAND_IN = ("--custom-generate-function-path", "stand_in.generate", "--custom-rm-path", "stand_in.reward_func")
+
+
+def test_there_is_a_script_for_every_known_model():
+    assert {path.stem for path in (ROOT / "scripts/models").glob("*.sh")} == set(KNOWN_MODELS)
+
+
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_model_scripts_state_the_published_values(name: str):
+    given = parse_args(model_args(name), model=ModelArgs).model_dump(exclude_none=True)
+    published = model_flags(KNOWN_MODELS[name])
+    assert given == {flag: published[flag] for flag in given}
+    for flag in ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups", "vocab_size"):
+        assert flag in given
+    absent = {flag for flag in published if flag not in given and published[flag] is True}
+    assert not absent, "what is switched on must be said"
+
+
+# Parameters in billions, as the models' cards state them.
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("qwen2.5-0.5B", 0.49),
+        ("qwen2.5-1.5B", 1.54),
+        ("qwen2.5-3B", 3.09),
+        ("qwen2.5-7B", 7.62),
+        ("qwen3-0.6B", 0.6),
+        ("qwen3-1.7B", 1.72),
+        ("qwen3-4B", 4.02),
+        ("qwen3-8B", 8.19),
+    ],
+)
+def test_number_of_parameters(name: str, billions: float):
+    assert num_parameters(plan_args(name)) / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+def plan_args(name: str, *flags: str) -> PlanArgs:
+    base = [
+        "--hf-checkpoint",
+        f"models/{name}",
+        "--prompt-data",
+        "x.parquet",
+        "--custom-rm-path",
+        "stand_in.reward_func",
+    ]
+    return resolve(parse_args([*base, "--colocate", *flags], model=PlanArgs))[0]
+
+
+def test_memory_of_the_3b_model_on_four_gpus():
+    layout = "--actor-num-gpus-per-node 4 --tensor-model-parallel-size 2 --rollout-num-gpus-per-engine 1"
+    plan = memory_plan(plan_args("qwen2.5-3B", *layout.split(), "--use-distributed-optimizer"), 80e9, 4096)
+    assert [round(x / 1e9, 1) for x in (plan.weights, plan.gradients, plan.optimizer)] == [3.1, 6.2, 9.3]
+    assert plan.kv_per_token == 36 * 1024
+    assert plan.kv_tokens == int((0.7 * 80e9 - plan.engine_weights) / (36 * 1024))
+
+
+def test_recomputation_and_sequence_parallelism_save_activations():
+    tensor = ["--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"]
+    full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    plain, sequence, both = (
+        memory_plan(plan_args("qwen2.5-3B", *tensor, *flags), 80e9, 4096).activations
+        for flags in ([], ["--sequence-parallel"], ["--sequence-parallel", *full])
+    )
+    assert plain > sequence > 5 * both
+
+
+def test_micro_batches():
+    ranks = ["--actor-num-gpus-per-node", "2"]
+    dynamic = plan_args("qwen2.5-3B", *ranks, "--use-dynamic-batch-size")
+    assert micro_batches(dynamic, 1024) == 15  # 128 samples, 9 to a batch of 9216 tokens
+    assert micro_batches(dynamic, 20000) == 128
+    assert micro_batches(plan_args("qwen2.5-3B", *ranks, "--micro-batch-size", "4"), 1024) == 32
+
+
+def test_dry_run_prints_the_plan(hooks: dict[str, str], tmp_path: Path):
+    result = dry_run(*STAND_IN, **hooks, RUN_DIR=str(tmp_path / "run"))
+    assert result.returncode == 0, result.stderr
+    for part in (
+        "4 = max(4, 4), colocated",
+        "2 x 1 x 1 x 2 = 4 GPUs",
+        "2 x 2 GPUs",
+        "32 prompts x 8 samples = 256",
+        "256 / global batch 256 = 1",
+        "every 20 steps",
+        "stand_in.reward_func",
+    ):
+        assert part in result.stdout, result.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_of_another_model_with_tis_and_wandb(hooks: dict[str, str]):
+    result = dry_run(*STAND_IN, **hooks, MODEL="qwen3-1.7B", USE_TIS="1", WANDB_API_KEY="secret-key")
+    assert result.returncode == 0, result.stderr
+    assert "1.72 billion" in result.stdout
+    assert "secret-key" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--global-batch-size", "100"], ["--global-batch-size 100 must divide the 256 samples", "64 and 128"]),
+        (["--custom-rm-path", "stand_in.reward_fun"], ["looked for reward_fun in", "did you mean reward_func?"]),
+        (["--rolout-temperature", "1"], ["did you mean --rollout-temperature?"]),
+        (["--num-layers", "24"], ["the flag says 24", "says 36"]),
+        (["--tensor-model-parallel-size", "4"], ["must divide --num-query-groups 2"]),
+        (["--hf-checkpoint", "some-model"], ["found some-model"]),
+    ],
+)
+def test_dry_run_refuses_what_cannot_work(hooks: dict[str, str], flags: list[str], parts: list[str]):
+    result = dry_run(*STAND_IN, *flags, **hooks)
+    assert result.returncode == 2
+    assert all(part in result.stderr for part in parts), result.stderr
+
+
+def test_an_unknown_model_is_refused():
+    result = dry_run(MODEL="qwen9")
+    assert result.returncode == 2
+    assert "expected one of scripts/models/*.sh, found 'qwen9'" in result.stderr
+
+
+def test_missing_files_stop_a_real_run_before_ray_starts(hooks: dict[str, str], tmp_path: Path):
+    run_dir = tmp_path / "run"
+    result = dry_run(*STAND_IN, **hooks, DRY_RUN="0", RUN_DIR=str(run_dir), TRAIN_DATA=str(tmp_path / "no.parquet"))
+    assert result.returncode == 2
+    assert f"found none at {tmp_path / 'no.parquet'}" in result.stderr
+    assert not (run_dir / "ray.log").exists()
+
+
+def test_the_plan_warns_of_memory_that_does_not_fit(capsys: pytest.CaptureFixture[str], hooks: dict[str, str]):
+    flags = [*model_args("qwen2.5-7B"), "--hf-checkpoint", "Qwen2.5-7B", "--prompt-data", "x.parquet", "--colocate"]
+    assert main([*flags, "--custom-rm-path", "tests.test_launch_scripts.reward", "--gpu-memory-gb", "24"]) == 0
+    assert "the trainer needs about" in capsys.readouterr().out
+
+
+async def reward(args: object, sample: object, **kwargs: object) -> float:
+    return 0.0
+
+
+def test_the_plan_reads_a_models_own_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["qwen2.5-0.5B"]))
+    flags = ["--hf-checkpoint", str(tmp_path), "--prompt-data", "x.parquet", "--colocate"]
+    assert main([*flags, "--custom-rm-path", "tests.test_launch_scripts.reward"]) == 0
+    out = capsys.readouterr().out
+    assert "config.json" in out
+    assert "0.49 billion" in out
+
+
+@pytest.fixture
+def stand_in_python(tmp_path: Path) -> Path:
+    """Python, but train.py prints what it was given and sleeps, and plans are skipped."""
+    path = tmp_path / "python"
+    path.write_text(
+        "#!/usr/bin/env bash\n"
+        'case "$*" in *sleuth.plan*) exit 0 ;;\n'
+        f'*{ROOT}/train.py*) printf "job got: %s\\n" "$@"; exec sleep 612 ;; esac\n'
+        f'exec {shlex.quote(sys.executable)} "$@"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.e2e
+def test_the_script_runs_a_job_on_a_ray_head_of_its_own_and_stops_both(stand_in_python: Path, tmp_path: Path):
+    run_dir, stop = tmp_path / "run with space", "</answer> $HOME"
+    command = ["bash", str(SCRIPT), "--rollout-stop", stop]
+    variables = environment(DRY_RUN="0", RUN_DIR=str(run_dir), PYTHON=str(stand_in_python))
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        deadline = threading.Timer(200, process.terminate)
+        deadline.start()
+        assert any(line == f"job got: {stop}\n" for line in process.stdout)
+        process.terminate()
+        assert process.wait(60) == 143
+        deadline.cancel()
+    folder = re.search(r"/tmp/sleuth-ray-\w+", (run_dir / "ray.log").read_text())
+    assert folder
+    assert not [command for command in running_commands() if folder[0] in command or "sleep 612" in command]
+    shutil.rmtree(folder[0])
+
+
+def running_commands() -> list[str]:
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            commands.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return commands
