@@ -40,7 +40,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 def dry_run(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(SCRIPT), *flags]
-    return subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture
