@@ -40,7 +40,10 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 BATCH_SIZE = 48
-KEPT_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+KEPT_FILES = (
+    *("config.json", "generation_config.json", "model.safetensors"),
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+)
 
 
 @dataclass(frozen=True, slots=True)

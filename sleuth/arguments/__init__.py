@@ -8,9 +8,9 @@
 """
 
 from sleuth.arguments.args import Args
-from sleuth.arguments.files import check_files, read_hf_config, split_slice
+from sleuth.arguments.files import check_files, read_config, read_hf_config, split_slice
 from sleuth.arguments.groups import CheckpointArgs, Group
-from sleuth.arguments.model_check import check_model, check_tokenizer, model_flags
+from sleuth.arguments.model_check import check_model, check_model_flags, check_tokenizer, model_flags
 from sleuth.arguments.parser import ArgumentsError, build_parser, parse_args, parse_args_or_exit
 from sleuth.arguments.table import config_table
 from sleuth.arguments.train_groups import ModelArgs
@@ -24,11 +24,13 @@ __all__ = [
     "build_parser",
     "check_files",
     "check_model",
+    "check_model_flags",
     "check_tokenizer",
     "config_table",
     "model_flags",
     "parse_args",
     "parse_args_or_exit",
+    "read_config",
     "read_hf_config",
     "split_slice",
 ]

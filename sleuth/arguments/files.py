@@ -17,14 +17,28 @@ LATEST = "latest_checkpointed_iteration.txt"
 
 def check_files(args: Args) -> None:
     """Raise ValueError listing every file or folder that is missing or cannot be written."""
-    problems = [*_model_problems(args), *_checkpoint_problems(args), *_data_problems(args), *_output_problems(args)]
+    problems = [
+        *_model_problems(Path(args.hf_checkpoint)),
+        *_checkpoint_problems(args),
+        *_data_problems(args),
+        *_output_problems(args),
+    ]
     if problems:
         raise ArgumentsError("files are missing\n  " + "\n  ".join(problems))
 
 
 def read_hf_config(args: Args) -> dict[str, Any]:
-    """The config.json of `--hf-checkpoint`; check_files says what to do if it is missing."""
-    return json.loads((Path(args.hf_checkpoint) / "config.json").read_text(encoding="utf-8"))
+    """The config.json of `--hf-checkpoint`."""
+    return read_config(Path(args.hf_checkpoint))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder; ValueError says what to do if it is missing."""
+    problems = list(_model_problems(folder))
+    if problems:
+        raise ArgumentsError("files are missing\n  " + "\n  ".join(problems))
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return config
 
 
 def split_slice(path: str) -> tuple[str, str | None]:
@@ -33,8 +47,7 @@ def split_slice(path: str) -> tuple[str, str | None]:
     return (match[1], match[2]) if match else (path, None)
 
 
-def _model_problems(args: Args) -> Iterator[str]:
-    folder = Path(args.hf_checkpoint)
+def _model_problems(folder: Path) -> Iterator[str]:
     if not (folder / "config.json").is_file():
         yield (
             f"--hf-checkpoint: expected a model's folder with config.json, found none at {folder}; download it, for "

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from sleuth.arguments.args import Args
 from sleuth.arguments.checks import divisibility_problems, flag
+from sleuth.arguments.files import read_config
 from sleuth.arguments.parser import ArgumentsError
+from sleuth.arguments.train_groups import ModelArgs
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
@@ -75,12 +78,7 @@ def check_model(args: ArgsT, hf_config: Mapping[str, Any]) -> ArgsT:
     does not fit the model.
     """
     from_config = model_flags(hf_config)
-    problems = [
-        f"{flag(name)}: the flag says {given}, the config.json of {args.hf_checkpoint} says {value}; drop the flag or "
-        "use the scripts/models/ file of this model"
-        for name, value in from_config.items()
-        if (given := getattr(args, name)) is not None and given != value
-    ]
+    problems = contradictions(args, from_config, args.hf_checkpoint)
     problems += divisibility_problems(
         args,
         heads=from_config["num_attention_heads"],
@@ -95,6 +93,23 @@ def check_model(args: ArgsT, hf_config: Mapping[str, Any]) -> ArgsT:
     if problems:
         raise ArgumentsError("the arguments do not fit the model\n  " + "\n  ".join(problems))
     return args.model_copy(update=from_config)
+
+
+def contradictions(flags: ModelArgs, from_config: Mapping[str, Any], folder: Path | str) -> list[str]:
+    """A sentence for each model flag that says something else than the config.json of `folder`."""
+    return [
+        f"{flag(name)}: the flag says {given}, the config.json of {folder} says {value}; drop the flag or "
+        "use the scripts/models/ file of this model"
+        for name, value in from_config.items()
+        if (given := getattr(flags, name)) is not None and given != value
+    ]
+
+
+def check_model_flags(flags: ModelArgs, folder: Path) -> None:
+    """Raise ValueError if model flags contradict the config.json of a Hugging Face folder, or it has none."""
+    problems = contradictions(flags, model_flags(read_config(folder)), folder)
+    if problems:
+        raise ArgumentsError("the arguments do not fit the model\n  " + "\n  ".join(problems))
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -22,6 +22,9 @@ from sleuth.sample import Sample, SampleStatus, TokenTrace
 
 logger = logging.getLogger(__name__)
 
+MAX_FILTERED_RATIO = 30
+"""Rejected groups per wanted group at which a step is given up: the prompts are endless, patience is not."""
+
 UNUSABLE = (SampleStatus.FAILED, SampleStatus.ABORTED)
 
 
@@ -106,7 +109,7 @@ class GenerationLoop:
 
         A failed trajectory is generated anew. A group that the filter rejects is replaced by the
         next prompt. Raises RolloutError when more than `--max-failure-rate` of a step's
-        trajectories fail.
+        trajectories fail, or the filter keeps next to nothing.
         """
         args = self.args
         params = sampling_parameters(
@@ -125,6 +128,12 @@ class GenerationLoop:
                     rollout.groups.append(group)
                 else:
                     rollout.filtered_groups += 1
+            if rollout.filtered_groups > MAX_FILTERED_RATIO * args.rollout_batch_size:
+                raise RolloutError(
+                    f"--dynamic-sampling-filter-path rejected {rollout.filtered_groups} groups and kept "
+                    f"{len(rollout.groups)} of {args.rollout_batch_size}: the prompts are all too easy or too hard "
+                    "for this model, or the filter is wrong"
+                )
         rollout.failed_samples = budget.count
         return rollout
 

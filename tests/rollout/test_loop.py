@@ -102,6 +102,11 @@ def test_a_filtered_group_is_replaced_by_the_next_prompt():
     assert rows.given == 5
 
 
+def test_a_filter_that_rejects_everything_stops_the_step():
+    with pytest.raises(RolloutError, match="kept 0 of 3"):
+        run(keep=lambda args, group: False)
+
+
 def test_a_bug_in_a_hook_comes_out_as_itself():
     async def buggy(args, sample, sampling_params):
         await asyncio.sleep(0.001)

@@ -1,0 +1,226 @@
+"""Between Hugging Face folders and torch_dist checkpoints, in one process without a GPU or an engine.
+
+`tools/convert_hf_to_torch_dist.py` and `tools/convert_torch_dist_to_hf.py` are the commands.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sleuth.arguments import ModelArgs, model_flags
+from sleuth.megatron import parallel
+from sleuth.megatron.checkpoint import TRACKER, Checkpoints, load_weights
+from sleuth.megatron.model import ModelShape, PolicyModel, build_model, transformer_config
+from sleuth.megatron.weights import HfWeights, WeightMap
+
+SHARD_BYTES = 5 * 10**9
+"""Largest size of one safetensors file."""
+
+_WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+
+Progress = Callable[[str], None]
+"""Called with the name of each tensor when it is done."""
+
+
+@dataclass(frozen=True)
+class _OneProcess:
+    """The settings of the model that a conversion needs: no parallelism, no training."""
+
+    dtype: str
+    seed: int = 0
+    cpu_threads_per_actor: int | None = None
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 1
+    sequence_parallel: bool = False
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    attention_backend: str = "auto"
+    use_distributed_optimizer: bool = False
+
+
+def hf_to_torch_dist(
+    hf_checkpoint: Path,
+    save: Path,
+    *,
+    dtype: str = "auto",
+    flags: ModelArgs | None = None,
+    progress: Progress = lambda name: None,
+) -> Path:
+    """Write the weights of a Hugging Face folder as a torch_dist checkpoint under `save`; returns its folder.
+
+    `dtype` auto keeps that of config.json. Raises ValueError if the source is not a model, contradicts `flags`
+    or its own weights, or `save` holds a checkpoint already; OSError if the disk is too small.
+    """
+    config = read_config(hf_checkpoint)
+    if flags is not None:
+        check_flags(flags, config, hf_checkpoint)
+    if (save / TRACKER).exists():
+        raise ValueError(f"--save {save} holds a checkpoint already; remove it or choose another folder")
+    source = HfWeights(hf_checkpoint)
+    settings = _OneProcess(stored_dtype(config) if dtype == "auto" else dtype)
+
+    def read(name: str) -> Tensor:
+        tensor = source.read(name)
+        progress(name)
+        return tensor
+
+    with _single_process(settings):
+        shape = ModelShape.from_hf(hf_checkpoint)
+        model = _build(settings, shape)
+        WeightMap(model, shape).load(read)
+        return Checkpoints(settings, model, None).save(save, 0, {})
+
+
+def torch_dist_to_hf(
+    load: Path,
+    hf_checkpoint: Path,
+    save: Path,
+    *,
+    iteration: int | None = None,
+    dtype: str = "auto",
+    progress: Progress = lambda name: None,
+) -> Path:
+    """Write a torch_dist checkpoint as a Hugging Face folder; config and tokenizer come from `hf_checkpoint`.
+
+    `iteration` [the newest] is the step; `dtype` auto keeps that of config.json. Returns the checkpoint read. Raises
+    ValueError if it is not there or does not fit config.json, or `save` is not empty; OSError if the disk is too small.
+    """
+    config = read_config(hf_checkpoint)
+    if save.exists() and any(save.iterdir()):
+        raise ValueError(f"--save {save} is not empty; remove it or choose another folder")
+    settings = _OneProcess(stored_dtype(config) if dtype == "auto" else dtype)
+    with _single_process(settings):
+        shape = ModelShape.from_hf(hf_checkpoint)
+        model = _build(settings, shape)
+        found = load_weights(model, load, iteration)
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in WeightMap(model, shape).tensors()}
+    unfinished = save.with_name(f".unfinished-{save.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        _check_space(unfinished, sum(tensor.nbytes for tensor in tensors.values()))
+        _copy_model_files(hf_checkpoint, unfinished, settings.dtype)
+        _write_safetensors(tensors, unfinished, progress)
+        if save.exists():
+            save.rmdir()
+        unfinished.rename(save)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return found
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder; ValueError if there is none."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"--hf-checkpoint: expected a model's folder with config.json, found none at {folder}")
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return config
+
+
+def stored_dtype(config: Mapping[str, Any]) -> str:
+    """The dtype that config.json names: float32 or bfloat16. ValueError for others."""
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if name not in ("float32", "bfloat16"):
+        raise ValueError(f"config.json names the dtype {name!r}, which is not kept; give --dtype bfloat16 or float32")
+    return str(name)
+
+
+def check_flags(flags: ModelArgs, config: Mapping[str, Any], folder: Path) -> None:
+    """Compare the model flags that were given with config.json; ValueError names flag and both values."""
+    problems = [
+        f"--{name.replace('_', '-')}: the flag says {given}, the config.json of {folder} says {value}"
+        for name, value in model_flags(config).items()
+        if (given := getattr(flags, name)) is not None and given != value
+    ]
+    if problems:
+        raise ValueError("; ".join(problems) + ". Drop the flag, or use the scripts/models/ file of this model")
+
+
+@contextmanager
+def _single_process(settings: _OneProcess) -> Iterator[None]:
+    """A process group of this process alone, unless the caller has one."""
+    own = not dist.is_initialized()
+    if own:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel.initialize(settings)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        if own:
+            dist.destroy_process_group()
+
+
+def _build(settings: _OneProcess, shape: ModelShape) -> PolicyModel:
+    return build_model(settings, shape, transformer_config(settings, shape))
+
+
+def _copy_model_files(source: Path, target: Path, dtype: str) -> None:
+    """Everything but weights: config (with the dtype as written), tokenizer, generation settings, licence."""
+    for path in source.iterdir():
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHT_FILES):
+            shutil.copyfile(path, target / path.name)
+    config = read_config(target)
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_safetensors(tensors: Mapping[str, Tensor], folder: Path, progress: Progress) -> None:
+    """One file, or several with the index that transformers reads."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    names = (
+        ["model.safetensors"]
+        if len(shards) == 1
+        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    )
+    for file, shard in zip(names, shards, strict=True):
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        for name in shard:
+            progress(name)
+    if len(shards) > 1:
+        places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"{os.strerror(errno.ENOSPC)}: the model needs {needed / 1e9:.1f} GB, {folder.parent} has "
+            f"{free / 1e9:.1f} GB free",
+        )
+
+
+def count_tensors(folder: Path) -> int:
+    """How many tensors a Hugging Face folder holds, for a progress display."""
+    return len(HfWeights(folder).names)

@@ -1,0 +1,52 @@
+"""The whole loop as a user starts it: `train.py` in a process of its own, with a retrieval server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import ROOT, wait_until
+
+MODEL = ROOT / "data/demo/model"
+
+
+@pytest.fixture(scope="session")
+def search_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A BM25 server over the demo's corpus."""
+    url_file = tmp_path_factory.mktemp("retriever") / "url"
+    command = [sys.executable, "local_dense_retriever/retrieval_server.py", "--port", "0", "--url_file", url_file]
+    with subprocess.Popen([*command, "--corpus_path", "data/demo/corpus.jsonl.gz"], cwd=ROOT) as server:
+        wait_until(url_file.exists, "the retrieval server")
+        yield url_file.read_text().strip() + "/retrieve"
+        server.terminate()
+
+
+@pytest.fixture
+def flags(tmp_path: Path, search_url: str) -> list[str]:
+    """A small run on the demo's data; results under `tmp_path / "run"`, checkpoints under `tmp_path / "save"`."""
+    config = tmp_path / "search.yaml"
+    config.write_text(
+        f"search_r1: {{local: {{search_url: '{search_url}'}}, topk: 1, max_turns: 2, max_observation_tokens: 48}}\n"
+    )
+    return [
+        *("--hf-checkpoint", str(MODEL), "--prompt-data", "data/demo/train.parquet", "--apply-chat-template"),
+        *("--custom-config-path", str(config), "--custom-rm-path", "generate_with_search.reward_func"),
+        *("--custom-generate-function-path", "generate_with_search.generate"),
+        *(
+            "--num-rollout",
+            "2",
+            "--rollout-batch-size",
+            "4",
+            "--n-samples-per-prompt",
+            "4",
+            "--global-batch-size",
+            "16",
+        ),
+        *("--rollout-max-response-len", "48", "--rollout-max-context-len", "512", "--rollout-shuffle", "--colocate"),
+        *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "2048", "--lr", "1e-4", "--max-logprob-diff", "1e-4"),
+        *("--run-dir", str(tmp_path / "run"), "--save", str(tmp_path / "save"), "--save-interval", "1"),
+    ]

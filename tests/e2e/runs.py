@@ -1,0 +1,56 @@
+"""Starting `train.py` as a user does, and finding what it left running."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 120.0
+
+
+def start_training(flags: list[str]) -> subprocess.Popen[str]:
+    """`train.py` with its output captured, in a session of its own as from a terminal."""
+    return subprocess.Popen(
+        [sys.executable, "train.py", *flags],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+
+
+def run_training(flags: list[str]) -> tuple[int, str]:
+    """Exit code and output of a finished run."""
+    process = start_training(flags)
+    output, _ = process.communicate(timeout=280)
+    return process.returncode, output
+
+
+def processes_of(run_dir: Path) -> list[psutil.Process]:
+    """What still runs for the run in `run_dir`: every actor and engine holds a log file there open."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(Path(file.path).is_relative_to(run_dir) for file in process.open_files()):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = START_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"{what} was not there within {seconds:.0f} s")
+        time.sleep(0.1)

@@ -1,0 +1,89 @@
+"""The real loop: Ray, an SGLang engine, the Megatron trainer, a retrieval server, the shipped model and data."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import processes_of, run_training, start_training, wait_until
+
+pytestmark = pytest.mark.e2e
+
+
+def metrics_of(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_trains_saves_and_resumes(tmp_path, flags):
+    evaluation = ["--eval-prompt-data", "demo", "data/demo/test.parquet@[0:8]", "--eval-interval", "2"]
+    code, output = run_training([*flags, *evaluation])
+    assert code == 0, output
+    lines = metrics_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(line["train/rollout_logprob_abs_diff"] < 1e-4 for line in lines)
+    assert all(line["train/train_rollout_logprob_abs_diff"] < 1e-4 for line in lines[1:])
+    assert "eval/demo/greedy/em" in lines[0]
+    assert "eval/demo/greedy/em" in lines[2]
+    assert lines[1]["rollout/searches"] > 0
+    assert lines[1]["train/grad_norm"] > 0
+    assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "2"
+    assert processes_of(tmp_path / "run") == []
+
+    code, output = run_training([*flags, "--load", str(tmp_path / "save"), "--num-rollout", "3"])
+    assert code == 0, output
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [0, 1, 2, 3]
+    cursor = [
+        json.loads((tmp_path / f"save/iter_{step:07d}/rollout_state.json").read_text())["stream"]["position"]
+        for step in (1, 2, 3)
+    ]
+    assert cursor == [4, 8, 12]
+
+
+@pytest.mark.parametrize("moment", ["rollout", "training"])
+def test_ctrl_c_stops_everything_and_keeps_the_last_checkpoint(tmp_path, flags, moment):
+    process = start_training([*flags, "--num-rollout", "100"])
+    tracker = tmp_path / "save/latest_checkpointed_iteration.txt"
+    wait_until(tracker.exists, "the first checkpoint")
+    if moment == "training":  # the checkpoint of a step is written between its training and the next rollout
+        before = tracker.read_text()
+        wait_until(lambda: tracker.read_text() != before, "the next checkpoint")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode != 0
+    assert "interrupted" in output
+    wait_until(lambda: not processes_of(tmp_path / "run"), "an end of all processes", seconds=20)
+    step = int(tracker.read_text())
+    assert (tmp_path / f"save/iter_{step:07d}/metadata.json").exists()
+
+
+def test_a_killed_driver_leaves_nothing_running(tmp_path, flags):
+    process = start_training([*flags, "--num-rollout", "100"])
+    wait_until((tmp_path / "save/latest_checkpointed_iteration.txt").exists, "the first checkpoint")
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not processes_of(tmp_path / "run"), "an end of all processes", seconds=30)
+
+
+def test_a_retrieval_server_that_is_down_stops_the_run(tmp_path, flags):
+    config = tmp_path / "search.yaml"
+    config.write_text(
+        "search_r1: {local: {search_url: 'http://127.0.0.1:9/retrieve'}, topk: 1, max_turns: 2,"
+        " max_observation_tokens: 48, search_retries: 1, search_timeout: 2}\n"
+    )
+    code, output = run_training(flags)
+    assert code != 0
+    assert "127.0.0.1:9" in output
+    assert "search" in output.splitlines()[-2]
+    assert processes_of(tmp_path / "run") == []
+
+
+def test_data_without_the_label_column_is_told_in_one_line(tmp_path, flags):
+    code, output = run_training([*flags, "--label-key", "target"])
+    assert code != 0
+    assert "--label-key" in output
+    assert "reward_model" in output
+    assert "Traceback" not in output
+    assert processes_of(tmp_path / "run") == []
