@@ -30,7 +30,7 @@ from local_search_server import local_search
 from qa_em_format import iter_actions, score_response
 from sleuth.rollout.context import Generation, rollout_context
 from sleuth.sample import Sample, SampleStatus, Source, StopReason
-from sleuth.search import SearchError, SearchService, format_observation, with_retries
+from sleuth.search import SearchError, SearchService, encode, format_observation, with_retries
 
 SEARCH_R1_CONFIGS: dict[str, Any] = {
     # The conversation
@@ -323,7 +323,7 @@ class Conversation:
         """What the environment answers to a search or to an invalid action, and under which name."""
         if action is None:
             self.invalid_actions += 1
-            return "correction", self.tokenizer.encode(CORRECTION, add_special_tokens=False)
+            return "correction", encode(CORRECTION, self.tokenizer).ids
         self.searches += 1
         start = time.perf_counter()
         try:

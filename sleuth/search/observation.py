@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 OBSERVATION_HEAD = "\n\n<information>"
@@ -41,7 +43,8 @@ def to_passage(item: Any) -> Passage:
 
 def _split_contents(contents: str) -> Passage:
     first, newline, rest = contents.strip().partition("\n")
-    title, quoted = first.strip(), len(first) > 1 and first[0] == first[-1] == '"'
+    title = first.strip()
+    quoted = len(title) > 1 and title[0] == title[-1] == '"'
     if not newline and not quoted:
         return Passage("", title)
     return Passage(title[1:-1].strip() if quoted else title, rest.strip())
@@ -56,37 +59,65 @@ def format_observation(passages: Sequence[Any], tokenizer: PreTrainedTokenizerBa
     where `max_tokens` is less than the empty frame needs. Protocol tags and special tokens inside
     passages are neutralised: they must not act. Takes whatever `to_passage` takes.
     """
-    lines = [_line(number, to_passage(passage), tokenizer) for number, passage in enumerate(passages, start=1)]
-    ids = _encode_observation(lines, tokenizer)
-    return ids if len(ids) <= max_tokens else _shortened_observation(lines, tokenizer, max_tokens)
+    return list(_observation(tuple(map(to_passage, passages)), tokenizer, max_tokens))
 
 
-def _shortened_observation(lines: list[str], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[int]:
-    empty = _encode_observation([], tokenizer)
-    offsets = [
-        tokenizer(line, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"] for line in lines
-    ]
+@lru_cache(maxsize=1024)
+def _observation(passages: tuple[Passage, ...], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> tuple[int, ...]:
+    """Cached, as the samples of a group often find the same."""
+    lines = [_line(number, passage, tokenizer) for number, passage in enumerate(passages, start=1)]
+    encoding = encode(_frame(lines), tokenizer)
+    if len(encoding.ids) <= max_tokens:
+        return tuple(encoding.ids)
+    return _shortened_observation(lines, _token_starts(lines, encoding), tokenizer, max_tokens)
+
+
+def _shortened_observation(
+    lines: list[str], token_starts: list[list[int]], tokenizer: PreTrainedTokenizerBase, max_tokens: int
+) -> tuple[int, ...]:
+    empty = encode(_frame([]), tokenizer).ids
     for count in range(len(lines), 0, -1):
         budget = max_tokens - len(empty) - count  # a line end costs a token
         while budget > 0:
-            shares = _fair_shares([len(offset) for offset in offsets[:count]], budget)
-            cuts = [_cut(*parts) for parts in zip(lines[:count], offsets[:count], shares, strict=True)]
-            if not all(_holds_text(cut, line) for cut, line in zip(cuts, lines, strict=False)):
+            shares = _fair_shares([len(starts) for starts in token_starts[:count]], budget)
+            cuts = [_cut(*parts) for parts in zip(lines[:count], token_starts[:count], shares, strict=True)]
+            if not all(_holds_text(cut, line) for cut, line in zip(cuts, lines[:count], strict=True)):
                 break  # too little for so many passages
-            ids = _encode_observation(cuts, tokenizer)
+            ids = encode(_frame(cuts), tokenizer).ids
             if len(ids) <= max_tokens:
-                return ids
+                return tuple(ids)
             budget -= len(ids) - max_tokens  # a cut can cost a token where the whole text had merged
-    return empty
+    return tuple(empty)
+
+
+def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> Encoding:
+    """The text's ids and offsets, without special tokens at its ends."""
+    backend = tokenizer.backend_tokenizer
+    if backend.truncation is None and backend.padding is None:
+        return backend.encode(text, add_special_tokens=False)  # without the tokenizer's pool of threads
+    encodings = tokenizer(text, add_special_tokens=False).encodings
+    assert encodings is not None  # a tokenizer with a backend gives them
+    return encodings[0]
+
+
+def _token_starts(lines: Sequence[str], encoding: Encoding) -> list[list[int]]:
+    """For each line where its tokens start in it, characters from its beginning."""
+    starts = [start for start, _ in encoding.offsets]
+    found, line_start = [], len(OBSERVATION_HEAD)
+    for line in lines:
+        line_end = line_start + len(line)
+        span = starts[bisect_left(starts, line_start) : bisect_left(starts, line_end)]
+        found.append([start - line_start for start in span])
+        line_start = line_end + 1
+    return found
 
 
 def _line(number: int, passage: Passage, tokenizer: PreTrainedTokenizerBase) -> str:
     return _neutral(f"Doc {number}(Title: {passage.title}) {passage.text}".rstrip(), tokenizer)
 
 
-def _encode_observation(lines: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    text = OBSERVATION_HEAD + "\n".join(lines) + OBSERVATION_TAIL
-    return tokenizer.encode(text, add_special_tokens=False)
+def _frame(lines: Sequence[str]) -> str:
+    return OBSERVATION_HEAD + "\n".join(lines) + OBSERVATION_TAIL
 
 
 def _fair_shares(lengths: Sequence[int], budget: int) -> list[int]:
@@ -99,11 +130,11 @@ def _fair_shares(lengths: Sequence[int], budget: int) -> list[int]:
     return shares
 
 
-def _cut(line: str, offsets: Sequence[tuple[int, int]], tokens: int) -> str:
+def _cut(line: str, token_starts: Sequence[int], tokens: int) -> str:
     """The line's first `tokens` tokens, back to the last whole word where the script has words."""
-    if tokens >= len(offsets):
+    if tokens >= len(token_starts):
         return line
-    end = offsets[tokens][0]  # not within a character whose bytes are several tokens
+    end = token_starts[tokens]  # not within a character whose bytes are several tokens
     cut = line[:end]
     space = cut.rfind(" ")
     if not line[end].isspace() and space >= end - LONGEST_WORD:
