@@ -71,8 +71,8 @@ make_venv() {
         fail "$VENV exists and is no virtual environment: move it away"
     fi
     if [[ "$(version_of "$VENV/bin/python")" != 3.11 ]] || ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
-        "$python" -m venv --clear "$VENV" || fail "$python cannot make a virtual environment" \
-            "its venv module may be missing (Debian: apt install python3.11-venv)"
+        "$python" -m venv --clear "$VENV" || fail "$python cannot make a virtual environment (see above);" \
+            "its venv module may be missing (Debian: apt install python3.11-venv), or the disk be full"
     fi
 }
 
@@ -95,16 +95,19 @@ install() {
     pip_install --constraint "$CONSTRAINTS" "$@" | tee -a "$LOG" | show_progress || explain_failure "$start"
 }
 
+unreachable() { grep -Eim 1 'NewConnectionError|ConnectTimeout|NameResolution|name resolution|Read timed out|ProxyError|Network is unreachable|SSLError|ConnectionReset'; }
+
+# Says in words what pip's output from line $1 of the log on means, and ends.
 explain_failure() {
-    local end
+    local end why
     end="$(tail -n +"$(($1 + 1))" "$LOG")"
-    echo "$end" | grep -v '^WARNING: Location' | tail -n 8 | sed 's/^/    /' >&2
     if grep -qi 'no space left' <<<"$end"; then
         fail "the disk is full: it needs about $NEEDED_MB MB; free some and run this again"
-    elif grep -Eqi 'NewConnectionError|ConnectTimeout|NameResolution|name resolution|Read timed out|ProxyError|Network is unreachable|SSLError|ConnectionReset' <<<"$end"; then
-        fail "the package index cannot be reached: check the network (or pip's index-url and proxy) and run this again;" \
-            "what was downloaded is kept in pip's cache"
+    elif why="$(unreachable <<<"$end")"; then
+        fail "the package index cannot be reached: ${why:0:300}" \
+            "check the network (or pip's index-url and proxy) and run this again; what was downloaded is kept"
     fi
+    grep -v '^WARNING: Location' <<<"$end" | tail -n 8 | sed 's/^/    /' >&2
     fail "pip failed; all it said is in $LOG"
 }
 
@@ -116,7 +119,14 @@ install_torch() {
         return
     fi
     echo "-- torch $version for CPUs"
+    local start
+    start="$(wc -l <"$LOG")"
     pip_install --no-deps "torch==$version+cpu" >>"$LOG" && return
+    # If even the usual index cannot be reached, the rest would fail as well.
+    if tail -n +"$((start + 1))" "$LOG" | grep -q 'from versions: none'; then
+        explain_failure "$start"
+    fi
+    grep -qi 'no space left' "$LOG" && explain_failure "$start"
     pip_install --no-deps "torch==$version+cpu" --index-url "$TORCH_CPU_INDEX" >>"$LOG" && return
     echo "   no CPU build of torch $version in pip's index nor at $TORCH_CPU_INDEX: taking the index's own build" >&2
     NEEDED_MB=12000

@@ -18,6 +18,15 @@ from tests.tiny_models import make_tiny_model
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
+ENGINE_TIMEOUT = 900  # seconds; a server is up in 20, on a machine that is busy otherwise in minutes
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("engine") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(ENGINE_TIMEOUT))
+
+
 @dataclass(frozen=True)
 class RunningEngine:
     """The session's engine, which serves `model` in float32."""

@@ -253,6 +253,7 @@ def server_args(config: EngineConfig, port: int, on_gpu: bool) -> list[str]:
         "--max-running-requests": config.max_running_requests,
         "--context-length": config.context_length,
         "--max-total-tokens": config.max_total_tokens,
+        "--log-level-http": "warning",  # else the log holds a line per request
     }
     flags: list[str] = []
     if on_gpu:

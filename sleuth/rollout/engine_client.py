@@ -181,8 +181,10 @@ class EngineClient:
     def _open_session(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
         if self._session is None:
-            # The semaphores bound the number of connections, not aiohttp.
-            self._session = aiohttp.ClientSession(timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0))
+            # The semaphores bound the number of connections, not aiohttp. The engine closes idle ones after 5 s; we
+            # drop them before that, so that none is closed under a request.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
+            self._session = aiohttp.ClientSession(timeout=self._timeout, connector=connector)
             self._loop = loop
         if self._loop is not loop:
             raise RuntimeError(

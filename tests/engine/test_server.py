@@ -57,7 +57,7 @@ def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[psu
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(600)  # starts two servers in turn
+@pytest.mark.timeout(1200)  # starts two servers in turn
 def test_an_actor_starts_notices_death_restarts_and_leaves_nothing(model_path: Path, tmp_path: Path) -> None:
     actor = EngineActor(EngineConfig(model_path, log_path=tmp_path / "engine.log"))
     server = actor._server
