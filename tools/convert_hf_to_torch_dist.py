@@ -17,8 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sleuth.arguments import Group, ModelArgs, parse_args_or_exit  # noqa: E402
-from sleuth.arguments.groups import DType  # noqa: E402
+from sleuth.arguments import Group, ModelArgs, parse_args_or_exit
+from sleuth.arguments.groups import DType
 
 
 class ConvertGroup(Group):

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -88,8 +90,10 @@ class Checkpoints:
     def __init__(self, args: Any, model: PolicyModel, optimizer: PolicyOptimizer | None) -> None:
         self.args, self.model, self.optimizer = args, model, optimizer
 
-    def save(self, folder: Path, step: int, rollout_state: dict[str, Any], *, keep: int = 0) -> None:
+    def save(self, folder: Path, step: int, rollout_state: dict[str, Any], *, keep: int = 0) -> Path:
         """Save as the newest checkpoint of `folder`, then delete all but the latest `keep` (0: keep all). Collective.
+
+        Returns the checkpoint's folder.
 
         Raises OSError, with the previous checkpoints intact, when the disk is full.
         """
@@ -103,6 +107,7 @@ class Checkpoints:
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise
         self._on_first_rank(lambda: _prune(folder, keep))
+        return checkpoint_folder(folder, step)
 
     def load_latest(self, folder: Path) -> tuple[int, dict[str, Any]] | None:
         """Resume from the newest checkpoint of `folder`: (its step, its rollout state), or None if there is none."""
@@ -231,11 +236,28 @@ def _sharding_metadata() -> dict[str, Any]:
 
 
 def _load_into(state: dict[str, Any], found: Path) -> None:
-    """Read `found` into `state`. ValueError names the folder if it does not fit the model."""
+    """Read `found` into `state`. ValueError if it does not fit the model."""
+    _check_shapes(state["model"], found)
     try:
         state.update(dist_checkpointing.load(state, str(found)))
-    except (dist_checkpointing.core.CheckpointingException, KeyError, RuntimeError) as error:
+    except (CheckpointingException, KeyError, RuntimeError) as error:
         raise ValueError(f"the checkpoint in {found} does not fit this model or configuration: {error}") from error
+
+
+def _check_shapes(model_state: dict[str, Any], found: Path) -> None:
+    """ValueError names a tensor that the checkpoint lacks or holds in another shape."""
+    stored = dist_checkpointing.load_tensors_metadata(str(found))
+    for wanted in model_state.values():
+        if not isinstance(wanted, ShardedTensor):
+            continue
+        if wanted.key not in stored:
+            raise ValueError(f"expected tensor {wanted.key} in the checkpoint {found}, found {len(stored)} others")
+        shape = tuple(stored[wanted.key].global_shape)
+        if shape != tuple(wanted.global_shape):
+            raise ValueError(
+                f"tensor {wanted.key} of the checkpoint {found} has shape {list(shape)}, expected "
+                f"{list(wanted.global_shape)} by the model's config.json; the checkpoint is of another model"
+            )
 
 
 def _layout() -> dict[str, int]:

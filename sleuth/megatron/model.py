@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,11 +34,10 @@ from megatron.core.transformer.transformer_block import (
 )
 from torch import Tensor
 
+from sleuth.arguments import model_flags
 from sleuth.megatron import device
 from sleuth.megatron.attention import PackedAttention
 from sleuth.megatron.logprobs import HeadOptions, token_statistics
-
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,79 +62,15 @@ class ModelShape:
     moe_ffn_hidden_size: int | None = None
 
     @classmethod
-    def from_hf(cls, config: Any) -> ModelShape:
-        """Read a transformers config; ValueError for architectures that are not supported."""
-        kind = config.model_type
-        if kind not in SUPPORTED_MODEL_TYPES:
-            raise ValueError(
-                f"model_type {kind!r} is not supported; expected one of {', '.join(SUPPORTED_MODEL_TYPES)}"
-            )
-        _refuse_unsupported(config)
-        moe = kind == "qwen3_moe"
+    def from_hf(cls, folder: Path) -> ModelShape:
+        """Read the config.json of a Hugging Face model; ValueError for architectures that are not supported."""
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        flags = model_flags(config)
+        names = {field.name for field in dataclasses.fields(cls)}
         return cls(
-            num_layers=config.num_hidden_layers,
-            hidden_size=config.hidden_size,
-            ffn_hidden_size=config.intermediate_size,
-            num_attention_heads=config.num_attention_heads,
-            num_query_groups=config.num_key_value_heads,
-            kv_channels=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            vocab_size=config.vocab_size,
-            norm_epsilon=config.rms_norm_eps,
-            rotary_base=_rope_parameters(config)["rope_theta"],
-            add_qkv_bias=kind == "qwen2",
-            qk_layernorm=kind.startswith("qwen3"),
-            untie_embeddings_and_output_weights=not config.tie_word_embeddings,
-            max_position_embeddings=config.max_position_embeddings,
-            num_experts=config.num_experts if moe else None,
-            moe_router_topk=config.num_experts_per_tok if moe else None,
-            moe_ffn_hidden_size=config.moe_intermediate_size if moe else None,
+            **{name: value for name, value in flags.items() if name in names},
+            max_position_embeddings=config["max_position_embeddings"],
         )
-
-
-def _rope_parameters(config: Any) -> dict[str, Any]:
-    """`rope_parameters` of transformers 5, or the two older attributes."""
-    parameters = getattr(config, "rope_parameters", None)
-    if parameters:
-        return dict(parameters)
-    scaling = getattr(config, "rope_scaling", None) or {}
-    return {"rope_type": "default", "rope_theta": getattr(config, "rope_theta", 10000.0), **scaling}
-
-
-def _refuse_unsupported(config: Any) -> None:
-    rope_type = _rope_parameters(config).get("rope_type", "default")
-    if rope_type != "default":
-        raise ValueError(f"rope_type {rope_type!r} in the model's config is not supported; expected 'default'")
-    if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act {config.hidden_act!r} in the model's config is not supported; expected 'silu'")
-    for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if getattr(config, name, False):
-            raise ValueError(f"{name}=true in the model's config is not supported")
-    if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
-        raise ValueError(
-            "models that mix dense and expert layers are not supported (mlp_only_layers, decoder_sparse_step)"
-        )
-    if config.model_type == "qwen3_moe" and not config.norm_topk_prob:
-        raise ValueError("norm_topk_prob=false in the model's config is not supported")
-
-
-def check_model_flags(args: Any, shape: ModelShape) -> None:
-    """Compare the model flags that were given with the Hugging Face config; ValueError names both values."""
-    fixed = {
-        "swiglu": True,
-        "use_rotary_position_embeddings": True,
-        "disable_bias_linear": True,
-        "normalization": "RMSNorm",
-        "group_query_attention": shape.num_query_groups != shape.num_attention_heads,
-    }
-    expected = {**dataclasses.asdict(shape), **fixed}
-    expected.pop("max_position_embeddings")
-    for name, value in expected.items():
-        given = getattr(args, name, None)
-        if given is not None and given != value:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"{flag} is {given}, but {args.hf_checkpoint} has {value}; leave the flag away or correct it"
-            )
 
 
 def transformer_engine_available() -> bool:

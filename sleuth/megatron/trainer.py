@@ -22,7 +22,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
-from transformers import AutoConfig
 
 from sleuth.algo.batch import OptimizerStepBatch
 from sleuth.megatron import device, parallel
@@ -32,7 +31,6 @@ from sleuth.megatron.logprobs import HeadOptions
 from sleuth.megatron.model import (
     ModelShape,
     build_model,
-    check_model_flags,
     resolve_dtype,
     transformer_config,
 )
@@ -54,9 +52,7 @@ class Trainer:
     def __init__(self, args: Any) -> None:
         self.args = args
         parallel.initialize(args)
-        hf_config = AutoConfig.from_pretrained(args.hf_checkpoint)
-        self.shape = ModelShape.from_hf(hf_config)
-        check_model_flags(args, self.shape)
+        self.shape = ModelShape.from_hf(Path(args.hf_checkpoint))
         config = transformer_config(args, self.shape)
         self.model = build_model(args, self.shape, config)
         self.weights = WeightMap(self.model, self.shape)

@@ -224,6 +224,10 @@ class HfWeights:
         self._files = [safe_open(file, framework="pt") for file in files]
         self._owner = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._owner)
+
     def read(self, name: str) -> Tensor:
         """The whole tensor on the CPU. ValueError if the files do not hold it."""
         if name not in self._owner:
