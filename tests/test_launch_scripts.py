@@ -190,6 +190,7 @@ async def reward(args: object, sample: object, **kwargs: object) -> float:
 
 def test_the_plan_reads_a_models_own_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["qwen2.5-0.5B"]))
+    (tmp_path / "tokenizer.json").write_text("{}")
     flags = ["--hf-checkpoint", str(tmp_path), "--prompt-data", "x.parquet", "--colocate"]
     assert main([*flags, "--custom-rm-path", "tests.test_launch_scripts.reward"]) == 0
     out = capsys.readouterr().out
