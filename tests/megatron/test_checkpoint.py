@@ -1,0 +1,201 @@
+"""Checkpoints: whole or not there, exact on resuming, readable in another layout."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.megatron.harness import Task, make_args, make_samples, new_trainer, run_tasks, save_tiny_model, shares
+
+pytestmark = pytest.mark.megatron
+
+STATE = {"data": {"epoch": 1, "position": 7}}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+
+
+def save_task(rank: int, world: int, folder: str, save: str, **flags: Any) -> dict[str, Any]:
+    """Train, save at step 1, train on; what a resumed run must repeat."""
+    args = make_args(folder, world, save=save, **flags)
+    trainer = new_trainer(args)
+    assert (trainer.next_step, trainer.rollout_state) == (0, {})
+    trainer.train(shares(trainer, args, make_samples()))
+    trainer.save(1, STATE)
+    return {
+        "metrics": trainer.train(shares(trainer, args, make_samples(seed=1))),
+        "weights": dict(trainer.hf_weights()),
+    }
+
+
+def resume_task(rank: int, world: int, folder: str, load: str, **flags: Any) -> dict[str, Any]:
+    """Load and train the second step. The model starts from other weights, which must not matter."""
+    args = make_args(folder, world, load=load, **flags)
+    trainer = new_trainer(args)
+    assert (trainer.next_step, trainer.rollout_state) == (1, STATE)
+    return {
+        "metrics": trainer.train(shares(trainer, args, make_samples(seed=1))),
+        "weights": dict(trainer.hf_weights()),
+    }
+
+
+def robust_task(rank: int, world: int, folder: str, save: str) -> dict[str, Any]:
+    """Saves that fail at different moments, left-overs, pruning and saving a step again."""
+    args = make_args(folder, world, save=save, save_keep=2)
+    trainer, place = new_trainer(args), Path(save)
+    out: dict[str, Any] = {}
+
+    def listing() -> tuple[list[str], str]:
+        tracker = (place / "latest_checkpointed_iteration.txt").read_text()
+        return sorted(path.name for path in place.iterdir()), tracker
+
+    trainer.save(1, {"n": 1})
+    out["errors"] = [_failing_save(trainer, *target) for target in FAILURES]
+    out["after errors"] = listing()
+
+    leftover = place / ".unfinished-iter_0000009"
+    leftover.mkdir()
+    (leftover / "half").write_text("a killed run left this")
+    trainer.save(2, {"n": 2})
+    out["after left-over"] = listing()
+    trainer.save(2, {"n": "again"})
+    out["again"] = json.loads((place / "iter_0000002" / "rollout_state.json").read_text())
+    trainer.save(3, {"n": 3})
+    trainer.save(4, {"n": 4})
+    out["after pruning"] = listing()
+    return out
+
+
+FAILURES = [
+    ("sleuth.megatron.checkpoint.dist_checkpointing.save", OSError(errno.ENOSPC, "No space left on device")),
+    ("sleuth.megatron.checkpoint._finish", OSError(errno.EIO, "Input/output error")),
+    ("sleuth.megatron.checkpoint._publish", KeyboardInterrupt()),
+]
+
+
+def _failing_save(trainer: Any, target: str, error: BaseException) -> str:
+    from unittest import mock
+
+    with mock.patch(target, side_effect=error):
+        try:
+            trainer.save(2, {"n": 2})
+        except BaseException as raised:
+            return type(raised).__name__
+    return "nothing was raised"
+
+
+def small_disk_task(rank: int, world: int, folder: str, save: str) -> str:
+    from types import SimpleNamespace
+    from unittest import mock
+
+    trainer = new_trainer(make_args(folder, world, save=save))
+    with mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=1000)):
+        try:
+            trainer.save(1, {})
+        except OSError as error:
+            return f"{error} {sorted(path.name for path in Path(save).iterdir())}"
+    return "nothing was raised"
+
+
+def full_disk_task(rank: int, world: int, folder: str, save: str) -> tuple[str, str]:
+    """A real write error in the middle of a file: the process may not write files over 20 kB."""
+    import resource
+    import signal
+
+    trainer = new_trainer(make_args(folder, world, save=save))
+    trainer.save(1, STATE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    error = "nothing was raised"
+    try:
+        trainer.save(2, STATE)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    left = sorted(path.name for path in Path(save).iterdir())
+    return error, " ".join(left)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    save_tiny_model(root / "model", "qwen2")
+    save_tiny_model(root / "other", "qwen2", seed=9)
+    return {name: str(root / name) for name in ("model", "other", "plain", "sharded", "robust", "small", "full")}
+
+
+@pytest.fixture(scope="module")
+def results(folders: dict[str, str]) -> dict[str, Any]:
+    """One start of the processes for each number of them."""
+    model, other = {"folder": folders["model"]}, {"folder": folders["other"]}
+    one = {
+        "plain": Task(save_task, model | {"save": folders["plain"]}),
+        "plain resumed": Task(resume_task, other | {"load": folders["plain"]}),
+        "robust": Task(robust_task, model | {"save": folders["robust"]}),
+        "small disk": Task(small_disk_task, model | {"save": folders["small"]}),
+        "full disk": Task(full_disk_task, model | {"save": folders["full"]}),
+    }
+    two = {
+        "plain on TP2": Task(resume_task, other | {"load": folders["plain"], "tensor_model_parallel_size": 2}),
+        "plain on PP2": Task(resume_task, other | {"load": folders["plain"], "pipeline_model_parallel_size": 2}),
+        "sharded": Task(save_task, model | {"save": folders["sharded"]} | DISTRIBUTED),
+        "sharded resumed": Task(resume_task, other | {"load": folders["sharded"]} | DISTRIBUTED),
+        "sharded on TP2": Task(
+            resume_task, other | {"load": folders["sharded"], "tensor_model_parallel_size": 2} | DISTRIBUTED
+        ),
+    }
+    found: dict[str, Any] = {}
+    for world, tasks in ((1, one), (2, two)):
+        found |= dict(zip(tasks, run_tasks(world, list(tasks.values())), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("name", ["plain", "sharded"])
+def test_resuming_repeats_the_run_bit_by_bit(name: str, results: dict[str, Any]) -> None:
+    for expected, found in zip(results[name], results[f"{name} resumed"], strict=True):
+        assert found["metrics"] == expected["metrics"]
+        assert found["weights"].keys() == expected["weights"].keys()
+        for key, weight in found["weights"].items():
+            assert torch.equal(weight, expected["weights"][key]), key
+
+
+@pytest.mark.parametrize(
+    ("name", "source"), [("plain on TP2", "plain"), ("plain on PP2", "plain"), ("sharded on TP2", "sharded")]
+)
+def test_resuming_in_another_layout(name: str, source: str, results: dict[str, Any]) -> None:
+    expected, found = results[source][0], results[name][0]
+    assert found["metrics"]["train/grad_norm"] == pytest.approx(expected["metrics"]["train/grad_norm"], rel=1e-5)
+    for key, weight in found["weights"].items():
+        torch.testing.assert_close(weight, expected["weights"][key], rtol=1e-5, atol=2e-5, msg=key)
+
+
+def test_a_failed_save_leaves_the_last_checkpoint(results: dict[str, Any]) -> None:
+    (out,) = results["robust"]
+    assert out["errors"] == ["OSError", "OSError", "KeyboardInterrupt"]
+    names, tracker = out["after errors"]
+    assert tracker == "1"
+    assert [name for name in names if not name.startswith(".")] == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+
+
+def test_left_overs_are_removed_and_the_latest_are_kept(results: dict[str, Any]) -> None:
+    (out,) = results["robust"]
+    assert out["after left-over"] == (["iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt"], "2")
+    assert out["again"] == {"n": "again"}
+    assert out["after pruning"] == (["iter_0000003", "iter_0000004", "latest_checkpointed_iteration.txt"], "4")
+
+
+def test_a_disk_that_is_too_small_is_an_error_before_writing(results: dict[str, Any]) -> None:
+    (message,) = results["small disk"]
+    assert "GB free" in message
+    assert message.endswith("[]")
+
+
+def test_a_write_that_fails_is_an_error(results: dict[str, Any]) -> None:
+    ((error, left),) = results["full disk"]
+    assert "File too large" in error
+    assert left == "iter_0000001 latest_checkpointed_iteration.txt"
