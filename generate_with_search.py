@@ -30,7 +30,7 @@ from local_search_server import local_search
 from qa_em_format import iter_actions, score_response
 from sleuth.rollout.context import Generation, rollout_context
 from sleuth.sample import Sample, SampleStatus, Source, StopReason
-from sleuth.search import SearchError, SearchService, encode, format_observation, with_retries
+from sleuth.search import SearchError, SearchService, decode, encode, format_observation, with_retries
 
 SEARCH_R1_CONFIGS: dict[str, Any] = {
     # The conversation
@@ -346,13 +346,6 @@ class Conversation:
 def _stop_strings(stop: str | Sequence[str] | None) -> list[str]:
     """The caller's stop strings and the closing tags, each once."""
     return list(dict.fromkeys([*([stop] if isinstance(stop, str) else stop or []), *STOP]))
-
-
-def decode(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of token ids as they are, special tokens included."""
-    text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    assert isinstance(text, str)  # a list only for a batch
-    return text
 
 
 def think_opened_by_prompt(prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:

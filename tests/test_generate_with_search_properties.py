@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from generate_with_search import decode, generate, reward_func, text_segments
+from generate_with_search import generate, reward_func, text_segments
 from sleuth.rollout.context import RolloutContext, use_rollout_context
 from sleuth.sample import Sample, SampleStatus, StopReason, TokenTrace
-from sleuth.search import format_observation
+from sleuth.search import decode, format_observation
 from tests.scripted import ScriptedEngine, check_trace, make_plain_bpe_tokenizer
 from tests.tiny_models import make_byte_bpe_tokenizer
 

@@ -1,7 +1,7 @@
 """The parts of a search environment that do not depend on a protocol or a backend."""
 
 from sleuth.search.http import SearchError, request_text, shared_session, with_retries
-from sleuth.search.observation import Passage, encode, format_observation, to_passage
+from sleuth.search.observation import Passage, decode, encode, format_observation, to_passage
 from sleuth.search.service import SearchService, SearchUnavailableError, drain_search_metrics
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "SearchError",
     "SearchService",
     "SearchUnavailableError",
+    "decode",
     "drain_search_metrics",
     "encode",
     "format_observation",

@@ -87,6 +87,10 @@ async def with_retries(attempt: Callable[[], Awaitable[T]], retries: int) -> T:
 
     Waits grow exponentially with jitter, or as long as the server asked, at most MAX_WAIT_SECONDS each.
     """
+    try:
+        return await attempt()  # most succeed: setting up the retries costs as much as a request
+    except SearchError as error:
+        failed = [error]
     retrying = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(lambda error: isinstance(error, SearchError) and error.retryable),
         stop=tenacity.stop_after_attempt(retries + 1),
@@ -96,6 +100,8 @@ async def with_retries(attempt: Callable[[], Awaitable[T]], retries: int) -> T:
     )
     async for trial in retrying:
         with trial:
+            if failed:
+                raise failed.pop()  # the first attempt, which is over
             return await attempt()
     raise AssertionError("tenacity returns or raises")
 

@@ -100,6 +100,11 @@ def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> Encoding:
     return encodings[0]
 
 
+def decode(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of token ids as they are, special tokens included."""
+    return tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
 def _token_starts(lines: Sequence[str], encoding: Encoding) -> list[list[int]]:
     """For each line where its tokens start in it, characters from its beginning."""
     starts = [start for start, _ in encoding.offsets]
