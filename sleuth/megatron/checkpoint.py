@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
 
 from sleuth.megatron import parallel
 from sleuth.megatron.model import PolicyModel
@@ -154,8 +155,8 @@ class Checkpoints:
         try:
             dist_checkpointing.save(state, str(unfinished))
             torch.save(_random_state(), unfinished / f"rng_{dist.get_rank():05d}.pt")
-        except Exception as problem:
-            error = problem
+        except (Exception, CheckpointException) as problem:  # the latter is no Exception
+            error = _write_error(problem, unfinished.parent)
         parallel.raise_together(error)
         description = {
             "format": _FORMAT,
@@ -172,8 +173,8 @@ class Checkpoints:
         for leftover in folder.glob(f"{_TEMPORARY_PREFIX}*"):
             logger.warning("removing %s, left over from a save that did not finish", leftover)
             shutil.rmtree(leftover)
-        unfinished.mkdir()
         self._check_space(folder)
+        unfinished.mkdir()
 
     def _check_space(self, folder: Path) -> None:
         """OSError if the disk is sure to fill up."""
@@ -201,6 +202,16 @@ class Checkpoints:
             except Exception as problem:
                 error = problem
         parallel.raise_together(error)
+
+
+def _write_error(problem: BaseException, folder: Path) -> OSError:
+    """Torch's writer hides the system's error; free space tells as much."""
+    cause = str(problem).strip().splitlines()[-1]
+    free = shutil.disk_usage(folder).free / 1e9
+    return OSError(
+        f"the checkpoint could not be written to {folder} ({cause}); {free:.1f} GB are free there. "
+        "The checkpoints before it are intact"
+    )
 
 
 @functools.cache

@@ -23,8 +23,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
@@ -136,7 +140,7 @@ def transformer_config(args: Any, shape: ModelShape) -> TransformerConfig:
         moe_token_dispatcher_type="alltoall",  # the one that allows such rows; megatron checks it for dense models too
         # The loss carries its own weights: no division by micro-batches or tokens (see forward.py).
         calculate_per_token_loss=True,
-        # Weights are always loaded.
+        # Weights are always loaded; see _mark_sharded.
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
         gradient_accumulation_fusion=False,
@@ -238,4 +242,16 @@ def build_model(args: Any, shape: ModelShape, config: TransformerConfig) -> Poli
         position_embedding_type="rope",
         rotary_base=shape.rotary_base,
     )
+    _mark_sharded(model)
     return model.to(device.local_device())
+
+
+def _mark_sharded(model: PolicyModel) -> None:
+    """Tell megatron which weights are sharded. It notes so where it initialises them, which we skip; without the
+    mark, the gradient's norm would count only the first rank's part."""
+    for module in model.modules():
+        if not isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+            continue
+        if module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
+            dim = 1 if isinstance(module, RowParallelLinear) else 0
+            set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
