@@ -137,7 +137,7 @@ install_torch() {
 verify() {
     "$VENV/bin/python" - "$CONSTRAINTS" <<'PY'
 import importlib.metadata, pathlib, sys
-pins = [line for line in pathlib.Path(sys.argv[1]).read_text().splitlines() if "==" in line]
+pins = [line for line in pathlib.Path(sys.argv[1]).read_text().splitlines() if "==" in line and line[0] != "#"]
 wrong = []
 for pin in pins:
     name, version = pin.split("#")[0].strip().split("==")
@@ -154,7 +154,7 @@ PY
 
 repair() {
     local wrong
-    wrong="$(verify)"
+    wrong="$(verify)" || fail "cannot read $CONSTRAINTS"
     [[ -z "$wrong" ]] && return
     local pins=() name
     for name in $wrong; do

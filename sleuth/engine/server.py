@@ -282,6 +282,8 @@ def server_environment(config: EngineConfig, folder: Path, on_gpu: bool) -> dict
     environment = dict(os.environ, OMP_NUM_THREADS=str(config.cpu_threads), TMPDIR=str(folder))
     if on_gpu:
         environment["NCCL_CUMEM_ENABLE"] = "0"  # memory that NCCL maps itself cannot be released
+        if config.enable_memory_saver and "expandable_segments" in environment.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+            del environment["PYTORCH_CUDA_ALLOC_CONF"]  # the trainer may want them; the memory saver cannot work so
     else:
         paths.insert(0, str(CPU_STUBS))
         environment["SGLANG_USE_CPU_ENGINE"] = "1"

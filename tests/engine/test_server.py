@@ -192,3 +192,10 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert on_cpu["OMP_NUM_THREADS"] == "2"
     assert on_cpu["PYTHONPATH"].endswith(f"cpu_stubs{os.pathsep}{PACKAGE_ROOT}{os.pathsep}/mine")
     assert "cpu_stubs" not in on_gpu["PYTHONPATH"]
+
+
+def test_the_memory_saver_gets_no_expandable_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    saving = server_environment(EngineConfig("model", enable_memory_saver=True), tmp_path, on_gpu=True)
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in saving
+    assert "PYTORCH_CUDA_ALLOC_CONF" in server_environment(EngineConfig("model"), tmp_path, on_gpu=True)
