@@ -7,6 +7,7 @@ Colocated, trainer and engines share the first devices; otherwise the engines co
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ def ray_session(args: Args) -> Iterator[None]:
     if address:
         ray.init(address=address, log_to_driver=True)
     else:
+        # Ray would write a token for its own use into the user's home folder.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
         # Slots, not cores: a laptop may hold more ranks than cores, and they take turns.
         slots = max(os.cpu_count() or 1, args.total_gpus) + 1
         ray.init(address="local", num_cpus=slots, include_dashboard=False, log_to_driver=True, configure_logging=False)

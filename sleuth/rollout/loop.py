@@ -18,6 +18,7 @@ from typing import Any
 from sleuth.arguments import Args
 from sleuth.data import PromptRow
 from sleuth.hooks import accepts_evaluation, load_hook
+from sleuth.rollout import single_turn
 from sleuth.sample import Sample, SampleStatus, TokenTrace
 
 logger = logging.getLogger(__name__)
@@ -43,9 +44,9 @@ class Hooks:
 
 def load_hooks(args: Args) -> Hooks:
     """The hooks that the flags name; ValueError for one that is not there or has another signature."""
-    keep = args.dynamic_sampling_filter_path
+    generate, keep = args.custom_generate_function_path, args.dynamic_sampling_filter_path
     return Hooks(
-        generate=load_hook(args.custom_generate_function_path, "generate"),
+        generate=load_hook(generate, "generate") if generate else single_turn.generate,
         reward=load_hook(args.custom_rm_path, "reward"),
         keep_group=load_hook(keep, "filter") if keep else None,
     )

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from sleuth.rollout import single_turn
+from sleuth.rollout.context import Generation, RolloutContext, use_rollout_context
 from sleuth.rollout.loop import GenerationLoop, Hooks, RolloutError
 from sleuth.sample import SampleStatus, StopReason
 
@@ -158,3 +160,24 @@ def test_evaluation_is_announced_and_uses_its_own_parameters():
     samples = asyncio.run(loop.evaluate([Row("a"), Row("b")], temperature=0.0))
     assert [s.prompt for s in samples] == ["a", "b"]
     assert seen == [(True, 0.0, 5)] * 2
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "stop"),
+    [
+        ("stop", SampleStatus.COMPLETED, StopReason.ENDED),
+        ("length", SampleStatus.TRUNCATED, StopReason.RESPONSE_LIMIT),
+    ],
+)
+def test_without_a_generate_hook_the_model_speaks_once(reason, status, stop):
+    class Engine:
+        async def generate(self, input_ids, sampling_params):
+            assert list(input_ids) == Row("p0").prompt_ids
+            return Generation([5, 6], [-0.1, -0.2], "ab", reason, "7")
+
+    with use_rollout_context(RolloutContext(Engine(), None)):
+        rollout = run(single_turn.generate, rollout_batch_size=1)
+    for sample in rollout.samples:
+        assert (sample.status, sample.stop_reason) == (status, stop)
+        assert (sample.trace.response_ids, sample.trace.loss_mask) == ([5, 6], [1, 1])
+        assert sample.weight_version == "7"
