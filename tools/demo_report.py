@@ -18,6 +18,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+if not __package__:  # run as a script: make the project importable
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from sleuth.metrics.jsonl import MetricsLine, read_metrics
 from sleuth.metrics.plots import evaluation_metric, plot_run
 from sleuth.metrics.run_dir import read_configuration

@@ -18,6 +18,9 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 from rich.console import Console
 
+if not __package__:  # run as a script: make the project importable
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from sleuth.arguments import Args
 from sleuth.arguments.checks import flag
 from sleuth.arguments.parser import NOT_FLAGS, groups_of

@@ -14,6 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+if not __package__:  # run as a script: make the project importable
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from sleuth.metrics.plots import plot_runs
 from sleuth.metrics.run_dir import read_configuration
 

@@ -18,6 +18,9 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
+if not __package__:  # run as a script: make the project importable
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from sleuth.metrics.trajectories import expected, headline, read_trajectories, reward_explanation, segment_heading
 
 COLOURS = {"model": "green", "observation": "blue", "correction": "yellow"}
