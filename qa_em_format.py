@@ -361,7 +361,7 @@ _SCRIPTS_WITHOUT_SPACES = re.compile(
 
 
 def _marks() -> dict[str, str]:
-    """Every mark of the basic plane beyond ASCII, and what stands for it: nothing, or punctuation of ASCII of the same kind.
+    """Every mark of the basic plane beyond ASCII, and what stands for it: nothing, or punctuation of ASCII.
 
     Punctuation and mathematical and currency symbols are marks; so are format characters and the symbols that
     NFKC would turn into letters or blanks, which vanish.
