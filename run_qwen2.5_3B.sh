@@ -12,7 +12,8 @@
 #   REF_LOAD       models/Qwen2.5-3B_torch_dist        tools/convert_hf_to_torch_dist.py makes it
 #   SAVE_DIR       checkpoints/qwen2.5-3B_search       a later start goes on from its latest checkpoint
 #   RUN_DIR        runs/qwen2.5-3B/<UTC start time>    logs, metrics, trajectories, configuration
-#   TRAIN_DATA     data/search_r1/train.parquet        tools/prepare_data.py makes both
+#   TRAIN_DATA     data/search_r1/train.parquet        both: hf download PeterJinGo/nq_hotpotqa_train
+#                                                       --repo-type dataset --local-dir data/search_r1
 #   EVAL_DATA      data/search_r1/test.parquet@[0:3000]
 #   SEARCH_URL     http://127.0.0.1:8000/retrieve      local_dense_retriever/retrieval_server.py serves it
 #   NUM_GPUS       8                                   of this node, for the Ray head

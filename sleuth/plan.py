@@ -161,10 +161,7 @@ def resolve(args: PlanArgs) -> tuple[PlanArgs, str]:
             f"--hf-checkpoint: expected a folder with config.json, or named after one of {', '.join(KNOWN_MODELS)} to "
             f"plan with; found {args.hf_checkpoint}"
         )
-    resolved = check_model(args, config)
-    if resolved.rollout_max_context_len is None:
-        resolved = resolved.model_copy(update={"rollout_max_context_len": config.get("max_position_embeddings")})
-    return resolved, source
+    return check_model(args, config), source
 
 
 def check_hooks(args: Args) -> list[str]:

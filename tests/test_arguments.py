@@ -194,6 +194,11 @@ def test_a_number_whose_name_ends_like_a_secret_is_none(tmp_path: Path):
     assert parse("--custom-config-path", path).custom_config["search_r1"]["max_token"] == 5
 
 
+def test_the_name_of_an_environment_variable_is_no_secret(tmp_path: Path):
+    path = write(tmp_path / "c.yaml", "search_r1: {google: {api_key: 'env:MY_KEY'}}\n")
+    assert parse("--custom-config-path", path).custom_config["search_r1"]["google"] == {"api_key": "env:MY_KEY"}
+
+
 # --- errors
 
 
@@ -235,6 +240,7 @@ def test_a_number_whose_name_ends_like_a_secret_is_none(tmp_path: Path):
         (["--loss-type", "sft", "--use-tis"], ["--use-tis has no effect with --loss-type sft"]),
         (["--loss-type", "sft", "--n-samples-per-prompt", "4"], ["expected --n-samples-per-prompt 1, found 4"]),
         (["--min-lr", "1"], ["expected --min-lr <= --lr"]),
+        (["--rollout-top-k", "0"], ["--rollout-top-k: expected -1 or at least 1, found '0'"]),
         (["--tis-clip", "1", "--tis-clip-low", "2"], ["expected --tis-clip-low <= --tis-clip"]),
         (["--eval-interval", "5"], ["add --eval-prompt-data NAME PATH"]),
         (["--eval-prompt-data", "nq", "x"], ["add --eval-interval"]),
@@ -352,6 +358,11 @@ def test_model_flags_are_filled_in_from_the_config():
     args = check_model(parse(), KNOWN_MODELS["qwen2.5-3B"])
     assert (args.num_layers, args.kv_channels, args.add_qkv_bias, args.qk_layernorm) == (36, 128, True, False)
     assert args.untie_embeddings_and_output_weights is False
+    assert args.rollout_max_context_len == 32768
+    assert (
+        check_model(parse("--rollout-max-context-len", "512"), KNOWN_MODELS["qwen2.5-3B"]).rollout_max_context_len
+        == 512
+    )
 
 
 @pytest.mark.parametrize(
@@ -383,6 +394,12 @@ def test_a_contradiction_with_the_config_names_both_values(flags: list[str], par
 def test_models_that_are_not_supported_are_refused(change: dict[str, Any], message: str):
     with pytest.raises(ArgumentsError, match=message):
         check_model(parse(), {**KNOWN_MODELS["qwen2.5-3B"], **change})
+
+
+def test_the_layout_must_divide_the_models_vocabulary():
+    layout = ("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2")
+    with pytest.raises(ArgumentsError, match="must divide --vocab-size 151937"):
+        check_model(parse(*layout), {**KNOWN_MODELS["qwen2.5-3B"], "vocab_size": 151937})
 
 
 def test_known_models_are_found_by_the_name_of_their_folder():
@@ -434,6 +451,15 @@ def test_files_that_are_there_pass(tmp_path: Path):
         ]
     )
     check_files(args)
+
+
+def test_a_checkpoint_itself_may_be_named(tmp_path: Path):
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    one = tmp_path / "iter_0000005"
+    one.mkdir()
+    (one / "metadata.json").write_text("{}")
+    files = ["--hf-checkpoint", str(model_folder(tmp_path)), "--prompt-data", str(tmp_path / "train.jsonl")]
+    check_files(parse(*files, "--ref-load", str(one), "--load", str(one)))
 
 
 def test_a_file_of_a_hub_data_set_is_not_sought_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

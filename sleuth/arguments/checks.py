@@ -224,7 +224,7 @@ def _secret_paths(value: Any, path: str) -> Iterator[str]:
         for key, inner in value.items():
             name = str(key).lower()
             secret = any(name == word or name.endswith(f"_{word}") for word in SECRET_WORDS)
-            if secret and isinstance(inner, str) and inner:
+            if secret and isinstance(inner, str) and inner and not inner.startswith("env:"):  # which names a variable
                 yield f"{path}{key}"
             else:
                 yield from _secret_paths(inner, f"{path}{key}.")

@@ -58,14 +58,19 @@ def _model_problems(folder: Path) -> Iterator[str]:
 
 
 def _checkpoint_problems(args: Args) -> Iterator[str]:
-    if args.ref_load is not None and not (args.ref_load / LATEST).is_file():
+    if args.ref_load is not None and not _holds_checkpoint(args.ref_load):
         yield (
             f"--ref-load: expected a torch_dist checkpoint ({LATEST}), found none at {args.ref_load}; make it with "
             f"`python tools/convert_hf_to_torch_dist.py --hf-checkpoint {args.hf_checkpoint} --save {args.ref_load}`"
         )
     resumes_own = args.load is not None and args.load == args.save
-    if args.load is not None and not resumes_own and not (args.load / LATEST).is_file():
+    if args.load is not None and not resumes_own and not _holds_checkpoint(args.load):
         yield f"--load: expected a checkpoint ({LATEST}), found none at {args.load}; correct the path or drop --load"
+
+
+def _holds_checkpoint(folder: Path) -> bool:
+    """Whether it is a folder of checkpoints, or one of them."""
+    return (folder / LATEST).is_file() or (folder / "metadata.json").is_file()
 
 
 def _data_problems(args: Args) -> Iterator[str]:
@@ -74,7 +79,7 @@ def _data_problems(args: Args) -> Iterator[str]:
     for what, path in named.items():
         file, _ = split_slice(path)
         if not Path(file).is_file() and not _may_be_on_hub(file):
-            yield f"{what}: expected a parquet or JSONL file, found none at {file}; make it with tools/prepare_data.py"
+            yield f"{what}: expected a parquet or JSONL file, found none at {file}; correct the path"
 
 
 def _may_be_on_hub(file: str) -> bool:

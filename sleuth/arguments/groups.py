@@ -12,11 +12,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveFraction = Annotated[float, Field(gt=0.0, le=1.0)]
-TopK = Annotated[int, Field(ge=-1)]
 DType = Literal["auto", "float32", "bfloat16"]
 
 
@@ -37,6 +36,15 @@ def _from_json(value: Any) -> Any:
 
 
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_from_json)]
+
+
+def _nonzero(value: int) -> int:
+    if value == 0:
+        raise ValueError("expected -1 or at least 1")
+    return value
+
+
+TopK = Annotated[int, Field(ge=-1), AfterValidator(_nonzero)]
 
 
 def _start_time_folder() -> Path:
@@ -73,8 +81,8 @@ class ClusterArgs(Group):
     actor_num_gpus_per_node: PositiveInt = Field(1, description="GPUs that train, on each of those nodes.")
     colocate: bool = Field(
         False,
-        description="Engines and trainer share their GPUs, each releasing memory while the other works: the run takes "
-        "max(training, rollout) GPUs, not their sum.",
+        description="Engines and trainer share their GPUs, the engines releasing their memory while the trainer works: "
+        "the run takes max(training, rollout) GPUs, not their sum.",
     )
     rollout_num_gpus: PositiveInt | None = Field(
         default_factory=lambda data: _colocated_gpus(data),
@@ -128,7 +136,7 @@ class RolloutArgs(Group):
         1.0, description="Sampling temperature; the trainer scores at the same one."
     )
     rollout_top_p: PositiveFraction = Field(1.0, description="Nucleus sampling: probability mass kept.")
-    rollout_top_k: TopK = Field(-1, description="Tokens kept when sampling; -1 keeps all.")
+    rollout_top_k: TopK = Field(-1, description="Tokens kept when sampling, also in evaluation; -1 keeps all.")
     rollout_stop: list[str] = Field(
         default_factory=list, description="Further stop strings, beside those of the generate hook."
     )
@@ -214,4 +222,6 @@ class LogArgs(Group):
     use_wandb: bool = Field(False, description="Log to Weights & Biases; its key comes from WANDB_API_KEY.")
     wandb_project: str = Field("sleuth", description="Weights & Biases project.")
     wandb_group: str | None = Field(None, description="Weights & Biases group of runs.")
-    log_trajectories: NonNegativeInt = Field(20, description="Readable trajectories kept of each evaluation.")
+    log_trajectories: NonNegativeInt = Field(
+        20, description="Readable trajectories kept of each step and each evaluation; 0 keeps none."
+    )

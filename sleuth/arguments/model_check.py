@@ -72,7 +72,7 @@ def _rotary_base(hf_config: Mapping[str, Any]) -> float:
 
 
 def check_model(args: ArgsT, hf_config: Mapping[str, Any]) -> ArgsT:
-    """`args` with every model flag filled in from the model's config.json.
+    """`args` with every model flag, and the context's limit, filled in from the model's config.json.
 
     Raises ValueError naming flag and both values where they contradict, or where the parallel layout
     does not fit the model.
@@ -84,7 +84,7 @@ def check_model(args: ArgsT, hf_config: Mapping[str, Any]) -> ArgsT:
         heads=from_config["num_attention_heads"],
         groups=from_config["num_query_groups"],
         layers=from_config["num_layers"],
-        widths={name: from_config[name] for name in ("hidden_size", "ffn_hidden_size")},
+        widths={name: from_config[name] for name in ("hidden_size", "ffn_hidden_size", "vocab_size")},
     )
     longest = hf_config.get("max_position_embeddings")
     context = args.rollout_max_context_len
@@ -92,7 +92,7 @@ def check_model(args: ArgsT, hf_config: Mapping[str, Any]) -> ArgsT:
         problems.append(f"--rollout-max-context-len: expected at most the model's {longest} tokens, found {context}")
     if problems:
         raise ArgumentsError("the arguments do not fit the model\n  " + "\n  ".join(problems))
-    return args.model_copy(update=from_config)
+    return args.model_copy(update={**from_config, "rollout_max_context_len": context or longest})
 
 
 def contradictions(flags: ModelArgs, from_config: Mapping[str, Any], folder: Path | str) -> list[str]:
