@@ -140,6 +140,16 @@ def search_config(args: Any) -> SearchConfig:
         raise ValueError("search_r1: " + "; ".join(map(_explain, errors.errors()))) from None
 
 
+def check_args(args: Any) -> None:
+    """Called before anything starts: ValueError if the configuration is wrong, or a key is not in the environment."""
+    _backend(search_config(args))
+
+
+def check_config(args: Any) -> None:
+    """ValueError if this hook could not run with these arguments; to be called before anything expensive starts."""
+    _backend(search_config(args))
+
+
 def _merge(defaults: Mapping[str, Any], overrides: Any) -> Any:
     if not isinstance(overrides, Mapping):
         return overrides
@@ -357,7 +367,7 @@ def think_opened_by_prompt(prompt_ids: Sequence[int], tokenizer: PreTrainedToken
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, float]:
-    """Format-aware exact match, as `reward`, and what it is made of."""
+    """Format-aware exact match, as `reward`, and what it is made of; why goes to the sample's metadata."""
     config, tokenizer = search_config(args), rollout_context().tokenizer
     result = score_response(
         text_segments(sample, tokenizer),
@@ -370,6 +380,7 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, flo
         keep_numbers=config.keep_numbers,
         end_of_turn=[tokenizer.eos_token] if isinstance(tokenizer.eos_token, str) else [],
     )
+    sample.metadata |= {"answer": result.answer, "invalid_reason": result.invalid_reason}
     return {
         "reward": result.reward,
         "exact_match": float(result.exact_match),

@@ -14,9 +14,9 @@ from rich.console import Console
 from sleuth.arguments import Args, check_files, check_model, config_table, parse_args_or_exit, read_hf_config
 from sleuth.cluster.logs import configure_logging, failure_message
 from sleuth.cluster.run import Run, start_run
+from sleuth.hooks import check_hooks
 from sleuth.metrics.timing import timed
 from sleuth.metrics.tracker import Tracker
-from sleuth.rollout.loop import load_hooks
 
 
 def train(args: Args, run: Run, tracker: Tracker) -> None:
@@ -56,8 +56,7 @@ def main() -> None:
     try:
         check_files(args)
         args = check_model(args, read_hf_config(args))
-        if args.loss_type != "sft":
-            load_hooks(args)
+        check_hooks(args)
     except ValueError as error:
         sys.exit(f"error: {error}")
     run_dir = args.run_dir.resolve()

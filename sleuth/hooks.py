@@ -83,6 +83,32 @@ def load_hook(path: str | None, kind: HookKind) -> Callable[..., Any]:
     return hook
 
 
+def check_hooks(args: Any) -> list[str]:
+    """Import every hook that the flags of `args` name; returns `kind path (file)` for each.
+
+    A module of hooks may have a function `check_args(args)`, which is called here: it raises ValueError where settings
+    of the hooks' own are wrong. Raises ValueError as `load_hook` does.
+    """
+    named: list[tuple[str | None, HookKind]] = [
+        (args.custom_generate_function_path, "generate"),
+        (args.custom_rm_path if args.loss_type == "policy" else None, "reward"),
+        (args.custom_tis_function_path, "tis"),
+        (args.dynamic_sampling_filter_path, "filter"),
+    ]
+    found: list[str] = []
+    modules: dict[str, ModuleType] = {}
+    for path, kind in named:
+        if path:
+            load_hook(path, kind)
+            module_name = path.rpartition(".")[0]
+            modules[module_name] = module = sys.modules[module_name]
+            found.append(f"{kind} {path} ({getattr(module, '__file__', 'built in')})")
+    for module in modules.values():
+        if callable(check := getattr(module, "check_args", None)):
+            check(args)
+    return found
+
+
 def accepts_evaluation(generate: Callable[..., Any]) -> bool:
     """Whether a generate hook takes the optional `evaluation` argument."""
     return _accepts(inspect.signature(generate), "evaluation")

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from sleuth.arguments import Args, ArgumentsError, Group, check_files, check_model, parse_args, read_hf_config
 from sleuth.arguments.known_models import KNOWN_MODELS, known_model
-from sleuth.hooks import HookKind, load_hook
+from sleuth.hooks import check_hooks
 
 GB = 1e9
 BF16, FP32 = 2, 4
@@ -162,22 +162,6 @@ def resolve(args: PlanArgs) -> tuple[PlanArgs, str]:
             f"plan with; found {args.hf_checkpoint}"
         )
     return check_model(args, config), source
-
-
-def check_hooks(args: Args) -> list[str]:
-    """Import every hook that is named; returns `path: where it was found`. Raises ValueError as load_hook does."""
-    named: list[tuple[str | None, HookKind]] = [
-        (args.custom_generate_function_path, "generate"),
-        (args.custom_rm_path if args.loss_type == "policy" else None, "reward"),
-        (args.custom_tis_function_path, "tis"),
-        (args.dynamic_sampling_filter_path, "filter"),
-    ]
-    found = []
-    for path, kind in named:
-        if path:
-            module = sys.modules[load_hook(path, kind).__module__]
-            found.append(f"{kind} {path} ({getattr(module, '__file__', 'built in')})")
-    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

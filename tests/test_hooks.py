@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from sleuth.hooks import HookKind, accepts_evaluation, load_hook
+from sleuth.hooks import HookKind, accepts_evaluation, check_hooks, load_hook
 
 HOOKS = """
 from functools import partial
@@ -102,3 +104,27 @@ def test_whether_a_generate_hook_wants_to_know_of_evaluation():
     assert accepts_evaluation(load_hook("some_hooks.generate_eval", "generate"))
     assert not accepts_evaluation(load_hook("some_hooks.generate", "generate"))
     assert inspect.iscoroutinefunction(load_hook("some_hooks.generate", "generate"))
+
+
+def flags(**paths: str) -> Any:
+    names = (
+        "custom_generate_function_path",
+        "custom_rm_path",
+        "custom_tis_function_path",
+        "dynamic_sampling_filter_path",
+    )
+    return SimpleNamespace(**{**dict.fromkeys(names), "loss_type": "policy", **paths})
+
+
+def test_every_hook_of_a_run_is_checked_the_importance_sampling_too():
+    found = check_hooks(flags(custom_rm_path="some_hooks.reward_func", custom_tis_function_path="some_hooks.tis"))
+    assert [hook.rpartition(" (")[0] for hook in found] == ["reward some_hooks.reward_func", "tis some_hooks.tis"]
+    with pytest.raises(ValueError, match=r"--custom-tis-function-path some_hooks\.tis_strict"):
+        check_hooks(flags(custom_tis_function_path="some_hooks.tis_strict"))
+
+
+def test_a_module_of_hooks_checks_its_own_settings():
+    path = "generate_with_search.generate"
+    wrong = {"search_r1": {"search_backend": "bing"}}
+    with pytest.raises(ValueError, match="no search backend named 'bing'; expected local, google"):
+        check_hooks(flags(custom_generate_function_path=path, custom_config=wrong))
