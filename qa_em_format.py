@@ -203,9 +203,9 @@ def _format_error(segments: Sequence[Segment], end_of_turn: Sequence[str] = ()) 
     """Why the segments are not (think, search, observation)* think, answer; None if they are."""
     if not segments:
         return "empty response"
+    if any(source == "correction" for source, _ in segments):
+        return "an invalid action was corrected"
     for i, (source, text) in enumerate(segments):
-        if source == "correction":
-            return "an invalid action was corrected"
         if (source == "model") != (i % 2 == 0):
             return f"segment {i} is of the {source}"
         if source == "model":

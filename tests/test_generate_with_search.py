@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 import generate_with_search
-from generate_with_search import CORRECTION, generate, postprocess_predictions, reward_func, search_config
+from generate_with_search import CORRECTION, check_config, generate, postprocess_predictions, reward_func, search_config
 from sleuth.rollout.context import Generation, RolloutContext, use_rollout_context
 from sleuth.sample import Sample, SampleStatus, StopReason, TokenTrace
 from sleuth.search import SearchError, SearchUnavailableError
@@ -168,6 +168,8 @@ def test_an_invalid_action_is_corrected(tokenizer: PreTrainedTokenizerBase) -> N
     assert [source for source, _ in texts(sample, tokenizer)] == ["model", "correction"] * 2 + ["model"]
     assert texts(sample, tokenizer)[1][1] == CORRECTION
     result = reward(sample, tokenizer)
+    assert sample.metadata["answer"] == "Paris"
+    assert "corrected" in sample.metadata["invalid_reason"]
     assert (result["exact_match"], result["valid_format"]) == (1.0, 0.0)
     assert result["reward"] == pytest.approx(0.8)
 
@@ -336,3 +338,7 @@ def test_google_needs_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SERPER_API_KEY", raising=False)
     with pytest.raises(ValueError, match="export SERPER_API_KEY"):
         converse(tokenizer, [SEARCH], make_args(search_backend="google"))
+    with pytest.raises(ValueError, match="export SERPER_API_KEY"):
+        check_config(make_args(search_backend="google"))
+    monkeypatch.setenv("SERPER_API_KEY", "x")
+    check_config(make_args(search_backend="google"))

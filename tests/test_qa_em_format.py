@@ -150,6 +150,25 @@ def test_partial_credit() -> None:
     assert token_f1("the", ["the"]) == 0.0
 
 
+parts = st.one_of(
+    st.sampled_from(
+        ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", "Paris", "<|im_end|>", " "]
+    ),
+    st.text(max_size=4),
+)
+texts = st.lists(parts, max_size=10).map("".join)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["model", "observation", "correction"]), texts), max_size=6))
+def test_every_trajectory_has_one_of_six_rewards(segments: list[tuple[str, str]]) -> None:
+    result = score_response(segments, ["Paris"], **WEIGHTS)
+    assert min(abs(result.reward - value) for value in (1.0, 0.8, 0.3, 0.2, 0.1, 0.0)) < 1e-9
+    assert not (result.exact_match and result.answer is None)
+    assert not (result.valid_format and result.answer is None)
+    model_text = "".join(text for source, text in segments if source == "model")
+    assert result.answer is None or result.answer in model_text
+
+
 # --- Normalisation ---
 
 
