@@ -49,9 +49,15 @@ ROLLOUT = (
     Metric("rollout/observation_tokens", "tokens", "tokens that the environment put in: passages, corrections"),
     Metric("rollout/truncated", "share", "trajectories that a budget ended"),
     Metric(
-        "rollout/status/<status>", "samples", "trajectories by status: pending, completed, truncated, aborted, failed"
+        "rollout/status/<status>",
+        "samples",
+        "trajectories by status, replaced ones included: pending, completed, truncated, aborted, failed",
     ),
-    Metric("rollout/stop/<reason>", "share", "trajectories that ended for this reason: see the end of this page"),
+    Metric(
+        "rollout/stop/<reason>",
+        "share",
+        "trajectories, replaced ones included, that ended for this reason: see the end of this page",
+    ),
     Metric("rollout/searches", "searches", "mean searches of a trajectory"),
     Metric("rollout/turns", "turns", "mean generations of a trajectory"),
     Metric("rollout/invalid_actions", "actions", "mean invalid actions of a trajectory"),
@@ -62,6 +68,21 @@ ROLLOUT = (
     Metric("rollout/weight_version/min", "", "oldest policy version among the samples"),
     Metric("rollout/weight_version/max", "", "newest policy version among the samples"),
     Metric("rollout/<name>", "", "mean of any other number that the generate hook puts into `Sample.rollout_metrics`"),
+)
+
+SEARCH = (
+    Metric("search/requests", "searches", "searches of the step that reached the backend"),
+    Metric("search/joined", "searches", "searches that waited for the same query under way"),
+    Metric("search/cache_hits", "searches", "searches whose result was known"),
+    Metric("search/success_rate", "share", "requests that were answered, after retries; so the rates below"),
+    Metric("search/timeout_rate", "share", "requests that were not answered in time"),
+    Metric("search/rate_limit_rate", "share", "requests that were refused with status 429"),
+    Metric("search/connection_error_rate", "share", "requests that could not reach the backend"),
+    Metric("search/status_error_rate", "share", "requests that were answered with another status than 200"),
+    Metric("search/response_error_rate", "share", "requests whose answer was no list of passages"),
+    Metric("search/backend_error_rate", "share", "requests in which a backend of the user's own raised an error"),
+    Metric("search/latency_p50", "s", "median time of a request, retries included"),
+    Metric("search/latency_p95", "s", "95th percentile of that time"),
 )
 
 EVALUATION = (
@@ -103,7 +124,7 @@ TRAINING = (
     Metric("train/tis_clip_fraction", "share", "tokens whose importance weight was bounded"),
     Metric("train/grad_norm", "", "gradient norm before clipping"),
     Metric("train/lr", "", "learning rate"),
-    Metric("train/tokens", "tokens", "tokens trained on"),
+    Metric("train/tokens", "tokens", "tokens trained on in an optimizer step, mean over those of the step"),
     Metric("train/<name>", "", "any other number of the custom TIS hook"),
 )
 
@@ -120,6 +141,7 @@ TIME = (
 CATALOG: dict[str, tuple[Metric, ...]] = {
     "Reward": REWARD,
     "Rollout": ROLLOUT,
+    "Search": SEARCH,
     "Evaluation": EVALUATION,
     "Training": TRAINING,
     "Time and throughput": TIME,

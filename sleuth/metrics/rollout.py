@@ -14,10 +14,11 @@ from sleuth.sample import Sample, SampleStatus, StopReason
 UNKNOWN_SOURCE = "unknown"
 
 
-def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """`reward/...` and `rollout/...` of the samples of one step, those that failed included.
+def rollout_metrics(samples: Sequence[Sample], failed: Sequence[Sample] = ()) -> dict[str, float]:
+    """`reward/...` and `rollout/...` of the samples that a step trains on.
 
-    Averages of rewards are over the samples that have one; fractions and counts are over all.
+    `failed`, those that others replaced, count only in how trajectories ended: by status and by reason. Averages
+    of rewards are over the samples that have one.
     """
     if not samples:
         return {"rollout/samples": 0.0}
@@ -25,7 +26,7 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/samples": float(len(samples)),
         **_reward_metrics(samples),
         **_length_metrics(samples),
-        **_ending_metrics(samples),
+        **_ending_metrics(samples, failed),
         **_group_metrics(samples),
         **_averages("rollout/", samples, lambda sample: sample.rollout_metrics),
         **_version_metrics(samples),
@@ -61,14 +62,14 @@ def _tokens_of(sample: Sample, source: str) -> int:
     return sum(segment.end - segment.start for segment in sample.trace.segments if segment.source == source)
 
 
-def _ending_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    count = len(samples)
-    statuses = [sample.status for sample in samples]
-    reasons = [sample.stop_reason for sample in samples]
+def _ending_metrics(samples: Sequence[Sample], failed: Sequence[Sample]) -> dict[str, float]:
+    statuses = [sample.status for sample in (*samples, *failed)]
+    reasons = [sample.stop_reason for sample in (*samples, *failed)]
     return {
-        "rollout/truncated": statuses.count(SampleStatus.TRUNCATED) / count,
+        "rollout/failed_samples": float(len(failed)),
+        "rollout/truncated": statuses.count(SampleStatus.TRUNCATED) / len(samples),
         **{f"rollout/status/{status}": float(statuses.count(status)) for status in SampleStatus},
-        **{f"rollout/stop/{reason}": reasons.count(reason) / count for reason in StopReason},
+        **{f"rollout/stop/{reason}": reasons.count(reason) / len(reasons) for reason in StopReason},
     }
 
 

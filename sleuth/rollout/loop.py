@@ -54,17 +54,17 @@ def load_hooks(args: Args) -> Hooks:
 
 @dataclass(slots=True)
 class FailureBudget:
-    """Counts the failed trajectories of a step; the one that is too many stops it."""
+    """Collects the failed trajectories of a step; the one that is too many stops it."""
 
     allowed: int
-    count: int = 0
+    failed: list[Sample] = field(default_factory=list)
 
     def record(self, sample: Sample) -> None:
-        self.count += 1
+        self.failed.append(sample)
         logger.warning("sample %d: %s (%s): %s", sample.index, sample.status, sample.stop_reason, sample.error)
-        if self.count > self.allowed:
+        if len(self.failed) > self.allowed:
             raise RolloutError(
-                f"{self.count} trajectories of this step failed; --max-failure-rate allows {self.allowed}. "
+                f"{len(self.failed)} trajectories of this step failed; --max-failure-rate allows {self.allowed}. "
                 f"The last one: {sample.stop_reason}: {sample.error}. "
                 "Check that the search backend and the engines answer, then start again from the last checkpoint"
             )
@@ -75,7 +75,7 @@ class Rollout:
     """The kept groups of a step, in the order of the prompt data, and what was left out."""
 
     groups: list[list[Sample]] = field(default_factory=list)
-    failed_samples: int = 0
+    failed: list[Sample] = field(default_factory=list)
     filtered_groups: int = 0
 
     @property
@@ -135,7 +135,7 @@ class GenerationLoop:
                     f"{len(rollout.groups)} of {args.rollout_batch_size}: the prompts are all too easy or too hard "
                     "for this model, or the filter is wrong"
                 )
-        rollout.failed_samples = budget.count
+        rollout.failed = budget.failed
         return rollout
 
     async def evaluate(self, rows: Iterable[PromptRow], temperature: float) -> list[Sample]:

@@ -1,7 +1,10 @@
+import asyncio
+
 from sleuth.metrics.catalog import CATALOG, Metric, describe
 from sleuth.metrics.console import EVALUATION_FIELDS, STEP_FIELDS
 from sleuth.metrics.rollout import evaluation_metrics, rollout_metrics
 from sleuth.sample import SampleStatus
+from sleuth.search import SearchService, drain_search_metrics
 from tests.metrics.samples import make_sample
 
 
@@ -11,6 +14,20 @@ def test_every_metric_of_samples_has_its_entry():
         metric = describe(name)
         assert metric is not None, name
         assert metric.name not in ("rollout/<name>", "reward/<component>"), f"{name} has no entry of its own"
+
+
+def test_every_metric_of_searches_has_its_entry():
+    async def found(query):
+        return ["text"]
+
+    async def search():
+        await SearchService(found, concurrency=1).search("query")
+
+    drain_search_metrics()
+    asyncio.run(search())
+    names = drain_search_metrics()
+    assert "search/latency_p95" in names
+    assert all(describe(name) for name in names), names
 
 
 def test_every_number_of_a_console_line_has_its_entry():

@@ -39,6 +39,14 @@ def test_every_status_and_stop_reason_is_reported_even_when_it_did_not_occur():
     }
 
 
+def test_replaced_samples_count_only_in_how_trajectories_ended():
+    failed = [make_sample(reward=None, status=SampleStatus.FAILED, reason=StopReason.SEARCH_FAILED)]
+    metrics = rollout_metrics([make_sample(), make_sample(), make_sample()], failed)
+    assert (metrics["rollout/samples"], metrics["rollout/failed_samples"]) == (3, 1)
+    assert (metrics["rollout/status/failed"], metrics["rollout/stop/search_failed"]) == (1, 0.25)
+    assert metrics["rollout/truncated"] == 0
+
+
 def test_groups_of_equal_rewards_are_counted():
     samples = [make_sample(group=0, reward=1.0), make_sample(group=0, reward=1.0)]
     samples += [make_sample(group=1, reward=1.0), make_sample(group=1, reward=0.0), make_sample(group=2)]

@@ -84,7 +84,7 @@ def test_a_failed_trajectory_starts_over_from_its_prompt():
         return await answer(args, sample, sampling_params)
 
     rollout = run(flaky)
-    assert rollout.failed_samples == 2
+    assert [sample.stop_reason for sample in rollout.failed] == [StopReason.SEARCH_FAILED] * 2
     assert all(s.trace.response_ids == [1, 2] and s.error is None for s in rollout.samples)
 
 
