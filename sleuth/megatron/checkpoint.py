@@ -107,7 +107,7 @@ class Checkpoints:
             if dist.get_rank() == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        self._on_first_rank(lambda: _prune(folder, keep))
+        self._on_first_rank(lambda: _prune(folder, step, keep))
         return checkpoint_folder(folder, step)
 
     def load_latest(self, folder: Path) -> tuple[int, dict[str, Any]] | None:
@@ -329,11 +329,13 @@ def _write_tracker(folder: Path, text: str) -> None:
     _sync_to_disk(folder)
 
 
-def _prune(folder: Path, keep: int) -> None:
-    """Delete all but the latest `keep` checkpoints; 0 keeps all."""
+def _prune(folder: Path, step: int, keep: int) -> None:
+    """Delete all but the checkpoint of `step` and the latest others, `keep` in all; 0 keeps all."""
     if keep == 0:
         return
-    found = sorted(path for path in folder.iterdir() if re.fullmatch(r"iter_\d{7,}", path.name))
+    found = [path for path in folder.iterdir() if re.fullmatch(r"iter_\d{7,}", path.name)]
+    # The one just saved is not the latest by its number if the run went on from an earlier checkpoint.
+    found.sort(key=lambda path: (path == checkpoint_folder(folder, step), path.name))
     for path in found[:-keep]:
         # Hidden first: a deletion that is cut short must not look like a checkpoint.
         doomed = folder / f"{_TEMPORARY_PREFIX}pruned-{path.name}"

@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sleuth.arguments import ModelArgs, model_flags
+from sleuth.arguments import ModelArgs, check_model_flags, read_config
 from sleuth.megatron import parallel
 from sleuth.megatron.checkpoint import TRACKER, Checkpoints, load_weights
 from sleuth.megatron.model import ModelShape, PolicyModel, build_model, transformer_config
@@ -72,7 +72,7 @@ def hf_to_torch_dist(
     """
     config = read_config(hf_checkpoint)
     if flags is not None:
-        check_flags(flags, config, hf_checkpoint)
+        check_model_flags(flags, hf_checkpoint)
     if (save / TRACKER).exists():
         raise ValueError(f"--save {save} holds a checkpoint already; remove it or choose another folder")
     source = HfWeights(hf_checkpoint)
@@ -128,32 +128,12 @@ def torch_dist_to_hf(
     return found
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder; ValueError if there is none."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"--hf-checkpoint: expected a model's folder with config.json, found none at {folder}")
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return config
-
-
 def stored_dtype(config: Mapping[str, Any]) -> str:
     """The dtype that config.json names: float32 or bfloat16. ValueError for others."""
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     if name not in ("float32", "bfloat16"):
         raise ValueError(f"config.json names the dtype {name!r}, which is not kept; give --dtype bfloat16 or float32")
     return str(name)
-
-
-def check_flags(flags: ModelArgs, config: Mapping[str, Any], folder: Path) -> None:
-    """Compare the model flags that were given with config.json; ValueError names flag and both values."""
-    problems = [
-        f"--{name.replace('_', '-')}: the flag says {given}, the config.json of {folder} says {value}"
-        for name, value in model_flags(config).items()
-        if (given := getattr(flags, name)) is not None and given != value
-    ]
-    if problems:
-        raise ValueError("; ".join(problems) + ". Drop the flag, or use the scripts/models/ file of this model")
 
 
 @contextmanager

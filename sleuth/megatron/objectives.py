@@ -1,4 +1,4 @@
-"""What is minimised: policy losses (GRPO) and supervised cross-entropy, over the trained tokens of a micro-batch.
+"""What is minimised over the trained tokens: policy losses (GRPO and its relatives) or supervised cross-entropy.
 
 Every objective returns a loss and metrics that are *sums*: added over micro-batches, data- and context-parallel
 ranks they are those of the whole optimizer step.
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sleuth.algo.losses import kl_estimate, policy_loss, truncated_importance_weights, weighted_sum
+from sleuth.algo.estimators import estimator_loss
+from sleuth.algo.losses import kl_estimate, truncated_importance_weights, weighted_sum
 from sleuth.algo.sequences import sample_mean_weights
 from sleuth.hooks import load_hook
 from sleuth.megatron import parallel
@@ -56,7 +57,7 @@ class _Supervised:
 
 
 class _Policy:
-    """The clipped surrogate, with KL loss, entropy bonus and importance weights where they are asked for."""
+    """The loss of --advantage-estimator; KL loss, entropy bonus and importance weights where they are asked for."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -66,13 +67,19 @@ class _Policy:
         log_probs, entropy = statistics[:, _LOG_PROB], statistics[:, _ENTROPY]
         old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         rollout = batch.of_selected(batch.local.rollout_log_probs)
-        policy = policy_loss(
+        policy = estimator_loss(
+            args.advantage_estimator,
             log_probs,
-            old,
-            batch.of_selected(batch.local.advantages),
+            old_log_probs=old,
+            rollout_log_probs=rollout,
+            advantages=batch.of_selected(batch.local.advantages),
+            mask=torch.ones_like(weights),
+            sample_ids=batch.of_selected(batch.local.sample_ids),
+            num_sequences=batch.packed.num_samples,
             eps_clip=args.eps_clip,
             eps_clip_high=args.eps_clip_high,
             eps_clip_c=args.eps_clip_c,
+            reduce=parallel.sum_over_context if args.context_parallel_size > 1 else None,
         )
         metrics = {
             "clip_fraction": weighted_sum(policy.clipped.float(), weights),

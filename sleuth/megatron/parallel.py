@@ -65,6 +65,13 @@ def sum_over_data(values: Tensor) -> Tensor:
     return values
 
 
+def sum_over_context(values: Tensor) -> Tensor:
+    """The sum over context-parallel ranks, which hold parts of the same samples; a new tensor."""
+    values = values.clone()
+    dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
+    return values
+
+
 def sum_over_samples(values: Tensor) -> Tensor:
     """The sum over data-parallel ranks, which hold different samples; a new tensor."""
     values = values.clone()

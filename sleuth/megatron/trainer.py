@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """One rank of the trainer.
 
-    `next_step` is how many steps the loaded checkpoint had done (0 in a new run), `rollout_state` what was
+    `steps_done` is how many steps the loaded checkpoint had done (0 in a new run), `rollout_state` what was
     saved with it ({} in a new run).
     """
 
@@ -74,7 +74,7 @@ class Trainer:
         self._objective = make_objective(args)
         self._options = head_options(args)
         self._hook = ImportanceSampling(args) if args.loss_type == "policy" and args.custom_tis_function_path else None
-        self.next_step = 0
+        self.steps_done = 0
         self.rollout_state: dict[str, Any] = {}
         self.checkpoints = Checkpoints(args, self.model, self.optimizer)
         self._resume()
@@ -143,7 +143,7 @@ class Trainer:
         if resumed is None:
             logger.info("--load %s holds no checkpoint yet: a new run", self.args.load)
         else:
-            self.next_step, self.rollout_state = resumed
+            self.steps_done, self.rollout_state = resumed
 
     def _score_before_training(self, plan: list[list[MicroBatch]]) -> None:
         """Log-probabilities that training will compare with: the reference's, and the policy's own before it changes.

@@ -22,7 +22,7 @@ def save_task(rank: int, world: int, folder: str, save: str, **flags: Any) -> di
     """Train, save at step 1, train on; what a resumed run must repeat."""
     args = make_args(folder, world, save=save, **flags)
     trainer = new_trainer(args)
-    assert (trainer.next_step, trainer.rollout_state) == (0, {})
+    assert (trainer.steps_done, trainer.rollout_state) == (0, {})
     trainer.train(shares(trainer, args, make_samples()))
     trainer.save(1, STATE)
     return {
@@ -35,7 +35,7 @@ def resume_task(rank: int, world: int, folder: str, load: str, **flags: Any) -> 
     """Load and train the second step. The model starts from other weights, which must not matter."""
     args = make_args(folder, world, load=load, **flags)
     trainer = new_trainer(args)
-    assert (trainer.next_step, trainer.rollout_state) == (1, STATE)
+    assert (trainer.steps_done, trainer.rollout_state) == (1, STATE)
     return {
         "metrics": trainer.train(shares(trainer, args, make_samples(seed=1))),
         "weights": dict(trainer.hf_weights()),
@@ -199,3 +199,12 @@ def test_a_write_that_fails_is_an_error(results: dict[str, Any]) -> None:
     ((error, left),) = results["full disk"]
     assert "could not be written" in error
     assert left == "iter_0000001 latest_checkpointed_iteration.txt"
+
+
+def test_the_checkpoint_just_saved_stays_where_later_ones_are_left_of_an_abandoned_run(tmp_path: Path) -> None:
+    from sleuth.megatron.checkpoint import _prune, checkpoint_folder
+
+    for step in (20, 25, 40, 60):
+        checkpoint_folder(tmp_path, step).mkdir()
+    _prune(tmp_path, 25, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000025", "iter_0000060"]

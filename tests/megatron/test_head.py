@@ -1,0 +1,95 @@
+"""The head and the packed attention against plain torch, values and gradients."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+
+from sleuth.megatron import logprobs
+from sleuth.megatron.attention import PackedAttention
+from sleuth.megatron.logprobs import HeadOptions, token_statistics
+
+
+class OneRank:
+    """A process group of one."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("chunk", [3, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_head_agrees_with_log_softmax(
+    keep: bool, chunk: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not keep:
+        monkeypatch.setattr(logprobs, "_KEEP_BYTES", 0)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(11, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    targets, upstream = torch.randint(0, 20, (11,)), torch.randn(11, 3)
+
+    log_p = torch.log_softmax(hidden @ weight.t() / temperature, 1)
+    chosen = log_p.gather(1, targets[:, None]).squeeze(1)
+    expected = torch.stack([chosen, -(log_p.exp() * log_p).sum(1), log_p.mean(1)], 1)
+    gradients = torch.autograd.grad((expected * upstream).sum(), (hidden, weight))
+
+    options = HeadOptions(temperature, chunk, entropy=True, entropy_gradient=True, mean=True)
+    found = token_statistics(hidden, weight, targets, options, OneRank())
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(torch.autograd.grad((found * upstream).sum(), (hidden, weight)), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_head_without_tokens_has_zero_gradients() -> None:
+    hidden, weight = torch.randn(0, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    found = token_statistics(hidden, weight, torch.zeros(0, dtype=torch.long), HeadOptions(entropy=True), OneRank())
+    found.sum().backward()
+    assert found.shape == (0, 3)
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def test_entropy_has_a_gradient_only_where_asked_for() -> None:
+    hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(20, 8)
+    found = token_statistics(hidden, weight, torch.arange(4), HeadOptions(entropy=True), OneRank())
+    found[:, 1].sum().backward()
+    assert hidden.grad is not None
+    assert not hidden.grad.any()
+
+
+@pytest.mark.parametrize("lengths", [[7], [5, 5, 5], [3, 9, 1, 4, 8, 8], [40, 1, 2]])
+def test_packed_attention_is_causal_within_each_sequence(lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    total, heads, groups, width = sum(lengths), 4, 2, 8
+    query = torch.randn(total, heads, width, requires_grad=True)
+    key, value = (torch.randn(total, groups, width, requires_grad=True) for _ in range(2))
+    upstream = torch.randn(total, heads * width)
+    pieces = []
+    for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        pieces.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1))
+    expected = torch.cat(pieces).flatten(1)
+    gradients = torch.autograd.grad((expected * upstream).sum(), (query, key, value))
+
+    config = SimpleNamespace(attention_dropout=0.0)
+    attention = PackedAttention(config, 1, AttnMaskType.causal, pg_collection=SimpleNamespace(cp=OneRank()))
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q_padded=bounds)
+    found = attention(query, key, value, packed_seq_params=params)
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(torch.autograd.grad((found * upstream).sum(), (query, key, value)), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_attention_dropout_is_refused() -> None:
+    with pytest.raises(ValueError, match="--attention-dropout"):
+        PackedAttention(SimpleNamespace(attention_dropout=0.1), 1, AttnMaskType.causal)
