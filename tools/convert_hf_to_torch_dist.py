@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sleuth.arguments import Group, ModelArgs, parse_args_or_exit
+from sleuth.arguments import Group, ModelArgs, parse_args_or_exit, read_config
 from sleuth.arguments.groups import DType
 
 
@@ -36,7 +36,7 @@ class ConvertArgs(ModelArgs, ConvertGroup):
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args_or_exit(argv, model=ConvertArgs)
     # Megatron is imported late: --help and wrong flags should answer at once.
-    from sleuth.megatron.convert import count_tensors, hf_to_torch_dist, read_config
+    from sleuth.megatron.convert import count_tensors, hf_to_torch_dist
 
     columns = (TextColumn("converting"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors"), TimeElapsedColumn())
     try:

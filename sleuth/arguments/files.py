@@ -34,9 +34,8 @@ def read_hf_config(args: Args) -> dict[str, Any]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a Hugging Face folder; ValueError says what to do if it is missing."""
-    problems = list(_model_problems(folder))
-    if problems:
-        raise ArgumentsError("files are missing\n  " + "\n  ".join(problems))
+    for problem in _model_problems(folder):
+        raise ArgumentsError(problem)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return config
 

@@ -37,7 +37,7 @@ class TrainActor:
         from sleuth.megatron.trainer import Trainer  # needs RANK and the like in the environment
 
         self.trainer = Trainer(self.args)
-        return self.trainer.next_step, self.trainer.rollout_state
+        return self.trainer.steps_done, self.trainer.rollout_state
 
     def train(self, shards: Sequence[ray.ObjectRef]) -> dict[str, float]:
         shard: list[OptimizerStepBatch] = ray.get(shards[self.trainer.data_parallel_rank])
