@@ -16,7 +16,6 @@ LOG="$VENV/sleuth-setup.log"
 REQUIREMENTS="$SCRIPTS/requirements-cpu.txt"
 NO_DEPS="$SCRIPTS/requirements-cpu-nodeps.txt"
 CONSTRAINTS="$SCRIPTS/constraints-cpu.txt"
-TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 NEEDED_MB=4000
 
 fail() {
@@ -87,6 +86,8 @@ show_progress() {
 
 pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off --retries 3 "$@" </dev/null 2>&1; }
 
+uv_install() { "$VENV/bin/python" -m uv pip install --python "$VENV/bin/python" --no-progress "$@" </dev/null 2>&1; }
+
 install() {
     echo "-- $1"
     shift
@@ -127,8 +128,9 @@ install_torch() {
         explain_failure "$start"
     fi
     grep -qi 'no space left' "$LOG" && explain_failure "$start"
-    pip_install --no-deps "torch==$version+cpu" --index-url "$TORCH_CPU_INDEX" >>"$LOG" && return
-    echo "   no CPU build of torch $version in pip's index nor at $TORCH_CPU_INDEX: taking the index's own build" >&2
+    # uv knows where PyTorch's own builds are.
+    pip_install "uv>=0.7" >>"$LOG" && uv_install --torch-backend cpu --no-deps "torch==$version" >>"$LOG" && return
+    echo "   no CPU build of torch $version to be had: taking the index's own build" >&2
     NEEDED_MB=12000
     check_space
 }
