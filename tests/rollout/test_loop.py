@@ -33,6 +33,7 @@ def arguments(**changes):
         "rollout_top_p": 1.0,
         "rollout_top_k": -1,
         "rollout_max_response_len": 8,
+        "rollout_max_context_len": 100,
         "rollout_stop": ["</x>"],
         "eval_top_p": 1.0,
         "eval_max_response_len": None,
@@ -163,20 +164,22 @@ def test_evaluation_is_announced_and_uses_its_own_parameters():
 
 
 @pytest.mark.parametrize(
-    ("reason", "status", "stop"),
+    ("reason", "context", "status", "stop"),
     [
-        ("stop", SampleStatus.COMPLETED, StopReason.ENDED),
-        ("length", SampleStatus.TRUNCATED, StopReason.RESPONSE_LIMIT),
+        ("stop", 100, SampleStatus.COMPLETED, StopReason.ENDED),
+        ("length", 100, SampleStatus.TRUNCATED, StopReason.RESPONSE_LIMIT),
+        ("length", 4, SampleStatus.TRUNCATED, StopReason.CONTEXT_LIMIT),
     ],
 )
-def test_without_a_generate_hook_the_model_speaks_once(reason, status, stop):
+def test_without_a_generate_hook_the_model_speaks_once(reason, context, status, stop):
     class Engine:
         async def generate(self, input_ids, sampling_params):
+            assert sampling_params["max_new_tokens"] == min(8, context - 2)
             assert list(input_ids) == Row("p0").prompt_ids
             return Generation([5, 6], [-0.1, -0.2], "ab", reason, "7")
 
     with use_rollout_context(RolloutContext(Engine(), None)):
-        rollout = run(single_turn.generate, rollout_batch_size=1)
+        rollout = run(single_turn.generate, rollout_batch_size=1, rollout_max_context_len=context)
     for sample in rollout.samples:
         assert (sample.status, sample.stop_reason) == (status, stop)
         assert (sample.trace.response_ids, sample.trace.loss_mask) == ([5, 6], [1, 1])
