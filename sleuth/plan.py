@@ -43,7 +43,7 @@ class PlanArgs(PlanOptions, Args):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes per GPU. The trainer's parts are held while it trains, the engine's while it generates."""
+    """Bytes per GPU. The engine's share is held while it generates; activations and logits while the trainer works."""
 
     weights: float
     gradients: float
@@ -56,7 +56,12 @@ class MemoryPlan:
 
     @property
     def trainer(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        return self.resident + self.activations + self.logits
+
+    @property
+    def resident(self) -> float:
+        """What the trainer holds while the engines generate."""
+        return self.weights + self.gradients + self.optimizer
 
     @property
     def kv_tokens(self) -> int:
@@ -249,6 +254,12 @@ def _notes(args: PlanArgs) -> Iterator[str]:
         yield (
             f"the trainer needs about {plan.trainer / GB:.0f} GB of {args.gpu_memory_gb:g} GB; raise "
             "--tensor-model-parallel-size, add --use-distributed-optimizer, or lower --max-tokens-per-gpu"
+        )
+    if args.colocate and plan.resident + plan.engine_pool > args.gpu_memory_gb * GB:
+        yield (
+            f"the trainer keeps about {plan.resident / GB:.0f} GB while the engines generate with "
+            f"{plan.engine_pool / GB:.0f} of {args.gpu_memory_gb:g} GB; lower --sglang-mem-fraction-static, or raise "
+            "--tensor-model-parallel-size"
         )
     if plan.kv_tokens == 0:
         yield "the engine's share does not hold its weights; raise --sglang-mem-fraction-static or its GPUs"

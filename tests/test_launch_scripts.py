@@ -181,7 +181,9 @@ def test_missing_files_stop_a_real_run_before_ray_starts(hooks: dict[str, str], 
 def test_the_plan_warns_of_memory_that_does_not_fit(capsys: pytest.CaptureFixture[str], hooks: dict[str, str]):
     flags = [*model_args("qwen2.5-7B"), "--hf-checkpoint", "Qwen2.5-7B", "--prompt-data", "x.parquet", "--colocate"]
     assert main([*flags, "--custom-rm-path", "tests.test_launch_scripts.reward", "--gpu-memory-gb", "24"]) == 0
-    assert "the trainer needs about" in capsys.readouterr().out
+    notes = capsys.readouterr().out
+    assert "the trainer needs about" in notes
+    assert "GB while the engines generate with 17 of 24 GB" in notes
 
 
 async def reward(args: object, sample: object, **kwargs: object) -> float:

@@ -79,7 +79,7 @@ class Placement:
 
 
 def place(args: Args) -> Placement:
-    """Reserve the devices. Raises RuntimeError when the cluster does not have them."""
+    """Reserve the devices. Raises RuntimeError when the cluster does not have them, or not on one node."""
     trainer, count = args.actor_world_size, args.total_gpus
     engines = args.num_engines * args.rollout_num_gpus_per_engine
     on_gpu = cluster_has_gpus()
@@ -97,6 +97,13 @@ def place(args: Args) -> Placement:
         ) from None
     devices = _devices(group, count, on_gpu)
     first_engine = 0 if args.colocate else trainer
+    nodes = sorted({device.node_ip for device in devices})
+    if engines and len(nodes) > 1:
+        remove_placement_group(group)
+        raise RuntimeError(
+            f"expected the run's {count} devices on one node, found them on {', '.join(nodes)}: engines answer only "
+            "on their own node, so runs over several are not supported yet. Use a node with enough GPUs"
+        )
     return Placement(group, devices[:trainer], devices[first_engine : first_engine + engines])
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 
 from sleuth.algo.batch import OptimizerStepBatch
 from sleuth.arguments import Args
@@ -41,7 +42,10 @@ class TrainActor:
 
     def train(self, shards: Sequence[ray.ObjectRef]) -> dict[str, float]:
         shard: list[OptimizerStepBatch] = ray.get(shards[self.trainer.data_parallel_rank])
-        return self.trainer.train(shard)
+        metrics = self.trainer.train(shard)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # for the engines, should they share the GPU
+        return metrics
 
     def log_probs(self, token_ids: list[int]) -> list[float]:
         return self.trainer.log_probs(token_ids, temperature=1.0)

@@ -6,8 +6,7 @@ modules only, by a thin proxy whose `cuda` namespace and tensor factories mean t
 patched by name: the random-number tracker (bound at import), the optimizers' checks of `Tensor.type()`
 strings (only during the calls that make them), and `Tensor.cuda()` (identity).
 
-Import this module's `install` and call it before any megatron module is used; no other module of Sleuth
-asks which device it runs on, except through `local_device`.
+`install` is called before any megatron module is used (`sleuth.megatron` does so when it is imported).
 """
 
 from __future__ import annotations
