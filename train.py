@@ -40,10 +40,12 @@ def train(args: Args, run: Run, tracker: Tracker) -> None:
         if is_due(step, args.eval_interval, args.num_rollout):
             with timed(metrics, "evaluation"):
                 metrics |= rollout.evaluate(step)
+        tracker.log(step, metrics | data.metrics)  # before saving: a resumed run does not come back to a saved step
         if args.save and is_due(step, args.save_interval, args.num_rollout):
-            with timed(metrics, "save"):
+            saving: dict[str, float] = {}
+            with timed(saving, "save"):
                 trainer.save(step, rollout.state_dict())
-        tracker.log(step, metrics | data.metrics)
+            tracker.log(step, saving)
 
 
 def is_due(step: int, interval: int | None, last: int) -> bool:

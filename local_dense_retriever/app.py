@@ -19,6 +19,8 @@ MAX_QUERY_CHARS = 8192
 
 
 class RetrieveRequest(BaseModel):
+    """What `POST /retrieve` takes."""
+
     model_config = ConfigDict(strict=True, extra="forbid")
 
     queries: Annotated[list[str], Field(max_length=MAX_QUERIES)]
@@ -28,6 +30,8 @@ class RetrieveRequest(BaseModel):
 
 
 class RetrieveResponse(BaseModel):
+    """What it answers."""
+
     result: list[list[dict[str, Any]]]
     """For each query its passages, best first: the documents, or `{"document", "score"}` with scores."""
 
@@ -69,6 +73,7 @@ def check_queries(queries: Sequence[str]) -> None:
 
 
 def render(hits: Sequence[Hit], return_scores: bool) -> list[dict[str, Any]]:
+    """The hits of one query as JSON; see `RetrieveResponse`."""
     if return_scores:
         return [{"document": hit.document, "score": hit.score} for hit in hits]
     return [hit.document for hit in hits]

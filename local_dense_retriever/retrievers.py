@@ -15,11 +15,15 @@ RETRIEVER_NAMES = ("bm25",)
 
 
 class Hit(NamedTuple):
+    """A passage as it stands in the corpus, and how well it matches (the higher, the better)."""
+
     document: dict[str, Any]
     score: float
 
 
 class Retriever(Protocol):
+    """What a server needs of a retriever."""
+
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """For each query its best passages, best first: at most `topk`, fewer if fewer match.
 

@@ -1,0 +1,1 @@
+"""The mathematics of training, in pure torch: advantages, losses, packing, context-parallel layout."""

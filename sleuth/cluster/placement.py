@@ -43,6 +43,7 @@ def ray_session(args: Args) -> Iterator[None]:
 
 
 def cluster_has_gpus() -> bool:
+    """Whether any node that Ray knows has a GPU; else devices are slots on CPUs."""
     return ray.cluster_resources().get("GPU", 0) > 0
 
 

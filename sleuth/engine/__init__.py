@@ -1,0 +1,1 @@
+"""SGLang servers: one process each, owned by a Ray actor; stand-ins for what a CPU lacks."""

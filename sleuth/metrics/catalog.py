@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
+    """A metric's name as it is logged, its unit ("" for a plain number), and one phrase of what it says."""
+
     name: str
     unit: str
     meaning: str

@@ -127,6 +127,7 @@ def _block(heading: str, text: str) -> str:
 
 
 def headline(record: dict[str, Any]) -> str:
+    """`Sample 3 of prompt 1: reward 0.2, truncated (turn_limit)` and the like."""
     reason = record["stop_reason"] or "no stop reason"
     return (
         f"Sample {record['index']} of prompt {record['group_index']}: "

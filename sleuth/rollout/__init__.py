@@ -1,0 +1,1 @@
+"""Generating trajectories: hooks in an event loop, the engines' client, batches for the trainer."""

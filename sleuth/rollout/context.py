@@ -43,6 +43,8 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RolloutContext:
+    """What hooks share while a rollout runs."""
+
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
 
@@ -62,6 +64,7 @@ def rollout_context() -> RolloutContext:
 
 @contextmanager
 def use_rollout_context(context: RolloutContext) -> Iterator[None]:
+    """Within, `rollout_context()` returns `context`, also in tasks that are started meanwhile."""
     token = _current.set(context)
     try:
         yield

@@ -59,6 +59,7 @@ async def request_text(method: str, url: str, *, timeout: float, **options: Any)
 
 
 def status_error(response: aiohttp.ClientResponse, url: str, text: str) -> SearchError:
+    """The error for an answer with another status than 200; it quotes the beginning of `text`."""
     status = response.status
     return SearchError(
         f"{url}: status {status}: {text[:200]!r}",

@@ -18,6 +18,8 @@ LONGEST_WORD = 30
 
 
 class Passage(NamedTuple):
+    """What was found, apart from where; `title` may be empty."""
+
     title: str
     text: str
 
