@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 120.0
+RUN_SECONDS = 280.0
 
 
 def start_training(flags: list[str]) -> subprocess.Popen[str]:
@@ -30,9 +32,14 @@ def start_training(flags: list[str]) -> subprocess.Popen[str]:
 
 
 def run_training(flags: list[str]) -> tuple[int, str]:
-    """Exit code and output of a finished run."""
+    """Exit code and output of a finished run; one that does not finish in time is ended, and fails the test."""
     process = start_training(flags)
-    output, _ = process.communicate(timeout=280)
+    try:
+        output, _ = process.communicate(timeout=RUN_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # Ray's processes and the engines notice and end
+        output, _ = process.communicate()
+        pytest.fail(f"the run was not over after {RUN_SECONDS:.0f} s: {output[-2000:]}")
     return process.returncode, output
 
 
