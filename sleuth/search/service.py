@@ -46,7 +46,7 @@ class SearchService:
         self._places = asyncio.Semaphore(concurrency)
         self._cache_size = cache_size
         self._max_failure_rate = max_failure_rate
-        self._under_way: dict[str, asyncio.Task[list[Passage]]] = {}
+        self._under_way: dict[str, asyncio.Future[list[Passage]]] = {}
         self._cache: OrderedDict[str, list[Passage]] = OrderedDict()
         self._failed: deque[bool] = deque(maxlen=WINDOW)
 
@@ -56,15 +56,28 @@ class SearchService:
             self._cache.move_to_end(query)
             _statistics.count("cache_hits")
             return self._cache[query]
-        task = self._under_way.get(query)
-        if task is None:
-            task = asyncio.create_task(self._search(query))
-            self._under_way[query] = task
-            task.add_done_callback(lambda _: self._under_way.pop(query))
-        else:
+        while (under_way := self._under_way.get(query)) is not None:
             _statistics.count("joined")
-        # A caller that is cancelled must not take the others' search along.
-        return await asyncio.shield(task)
+            await asyncio.wait([under_way])
+            if not under_way.cancelled():
+                return under_way.result()
+            # Whoever asked was cancelled; one of those who waited asks again.
+        return await self._ask(query)
+
+    async def _ask(self, query: str) -> list[Passage]:
+        """Search for the caller, and for whoever asks the same meanwhile."""
+        future = self._under_way[query] = asyncio.get_running_loop().create_future()
+        try:
+            passages = await self._search(query)
+            future.set_result(passages)
+        except Exception as error:
+            future.set_exception(error)
+            future.exception()  # seen, also where nobody else waits
+            raise
+        finally:
+            future.cancel()  # if it is not done
+            del self._under_way[query]
+        return passages
 
     async def _search(self, query: str) -> list[Passage]:
         async with self._places:
