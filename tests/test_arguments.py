@@ -234,6 +234,7 @@ def test_the_name_of_an_environment_variable_is_no_secret(tmp_path: Path):
         (["--max-tokens-per-gpu", "100"], ["no effect without --use-dynamic-batch-size"]),
         (["--recompute-granularity", "full"], ["needs --recompute-method", "--recompute-method uniform"]),
         (["--recompute-method", "uniform"], ["only with --recompute-granularity full"]),
+        (["--n-samples-per-prompt", "1"], ["a group of one has no advantage"]),
         (["--use-kl-loss"], ["--use-kl-loss needs the frozen reference", "--ref-load"]),
         (["--custom-tis-function-path", "mis.w"], ["no effect without --use-tis"]),
         (["--label-smoothing", "0.1"], ["only with --loss-type sft"]),

@@ -44,14 +44,14 @@ class Tracker:
     """The run's log, to be used in `with`.
 
     `first_step` > 1 resumes: that step and later ones are taken out of `run_dir`'s metrics, since
-    they are done again.
+    they are done again. 1 is a new run: nothing of an earlier one stays, its step 0 included.
     """
 
     def __init__(self, args: TrackerArgs, run_dir: str | Path, *, first_step: int = 1) -> None:
         self._num_steps = args.num_rollout
         run_dir = Path(run_dir)
         self._wandb = _start_wandb(args, run_dir) if args.use_wandb else None
-        self._file = MetricsFile(run_dir / "metrics.jsonl", first_step=first_step)
+        self._file = MetricsFile(run_dir / "metrics.jsonl", first_step=first_step if first_step > 1 else 0)
         self._tensorboard = _tensorboard_writer(run_dir, first_step) if args.use_tensorboard else None
         self._bar = tqdm(
             total=self._num_steps,

@@ -132,6 +132,15 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path, monkeypatch):
     assert calls.count("finish") == 2
 
 
+def test_a_new_run_in_an_old_folder_keeps_nothing_of_the_old_one(tmp_path):
+    with Tracker(TrackerSettings(), tmp_path) as tracker:
+        tracker.log(0, {"eval/demo/greedy/em": 0.5})
+        tracker.log(1, {"train/loss": 0.5})
+    with Tracker(TrackerSettings(), tmp_path) as tracker:
+        tracker.log(1, {"train/loss": 0.25})
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+
+
 def test_log_lines_go_above_the_bar(capsys):
     record = logging.LogRecord("sleuth", logging.WARNING, __file__, 1, "hello %s", ("you",), None)
     ProgressSafeHandler().handle(record)
