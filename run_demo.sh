@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-STEPS=60
+STEPS=40
 SEED=1
 QUESTIONS=200
 RUN_DIR="runs/demo/$(date -u +%Y%m%d-%H%M%S)"
@@ -90,7 +90,7 @@ END
 
 echo "== $STEPS steps of GRPO: Ray, one SGLang engine and the Megatron trainer on this CPU"
 $PYTHON train.py \
-    --hf-checkpoint "$MODEL" --ref-load "$RUN_DIR/ref" --save "$RUN_DIR/checkpoints" --save-interval 25 --save-keep 2 \
+    --hf-checkpoint "$MODEL" --ref-load "$RUN_DIR/ref" --save "$RUN_DIR/checkpoints" --save-interval 20 --save-keep 2 \
     --prompt-data data/demo/train.parquet --input-key prompt --label-key reward_model --apply-chat-template \
     --rollout-shuffle --num-rollout "$STEPS" --rollout-batch-size 8 --n-samples-per-prompt 8 --global-batch-size 64 \
     --rollout-max-response-len 48 --rollout-max-context-len 512 --rollout-temperature 1 \
@@ -100,7 +100,7 @@ $PYTHON train.py \
     --use-dynamic-batch-size --max-tokens-per-gpu 2048 --balance-data \
     --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl \
     --eps-clip 0.2 --eps-clip-high 0.28 --entropy-coef 0 \
-    --optimizer adam --lr 4e-4 --lr-decay-style linear --min-lr 4e-5 --weight-decay 0.01 --adam-beta1 0.9 --adam-beta2 0.98 \
+    --optimizer adam --lr 2e-4 --lr-decay-style linear --min-lr 2e-5 --weight-decay 0.01 --adam-beta1 0.9 --adam-beta2 0.98 \
     --clip-grad 1.0 --max-logprob-diff 1e-4 \
     --custom-generate-function-path generate_with_search.generate \
     --custom-rm-path generate_with_search.reward_func \
