@@ -168,6 +168,10 @@ class EngineClient:
         try:
             async with session.post(f"{url}/{path}", json=body) as response:
                 text = await response.text()
+        except aiohttp.ConnectionTimeoutError as error:
+            raise _TransientError(
+                f"{url}/{path} did not accept a connection: {error!r}; is the engine busy?"
+            ) from error
         except TimeoutError as error:
             raise EngineError(f"{url}/{path} gave no answer within {self._timeout.total} s") from error
         except aiohttp.ClientError as error:
