@@ -141,12 +141,7 @@ def search_config(args: Any) -> SearchConfig:
 
 
 def check_args(args: Any) -> None:
-    """Called before anything starts: ValueError if the configuration is wrong, or a key is not in the environment."""
-    _backend(search_config(args))
-
-
-def check_config(args: Any) -> None:
-    """ValueError if this hook could not run with these arguments; to be called before anything expensive starts."""
+    """ValueError if these hooks could not run with these arguments; called before anything starts."""
     _backend(search_config(args))
 
 

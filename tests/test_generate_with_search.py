@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 import generate_with_search
-from generate_with_search import CORRECTION, check_config, generate, postprocess_predictions, reward_func, search_config
+from generate_with_search import CORRECTION, check_args, generate, postprocess_predictions, reward_func, search_config
 from sleuth.rollout.context import Generation, RolloutContext, use_rollout_context
 from sleuth.sample import Sample, SampleStatus, StopReason, TokenTrace
 from sleuth.search import SearchError, SearchUnavailableError
@@ -339,6 +339,6 @@ def test_google_needs_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="export SERPER_API_KEY"):
         converse(tokenizer, [SEARCH], make_args(search_backend="google"))
     with pytest.raises(ValueError, match="export SERPER_API_KEY"):
-        check_config(make_args(search_backend="google"))
+        check_args(make_args(search_backend="google"))
     monkeypatch.setenv("SERPER_API_KEY", "x")
-    check_config(make_args(search_backend="google"))
+    check_args(make_args(search_backend="google"))
