@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +334,7 @@ def test_the_table_shows_groups_and_marks_what_was_given():
 
     assert "--adam-beta2" in text(False)
     assert "Optimizer" in text(True)
+    assert "named as module.function\n" in re.sub(" +\n", "\n", text(False))
     assert "3e-05" in text(True)
     assert "--adam-beta2" not in text(True)
 

@@ -18,7 +18,7 @@ def config_table(args: Args, *, only_changed: bool = False) -> Renderables:
     for group in groups_of(Args):
         names = [name for name in group.__annotations__ if not only_changed or name in args.model_fields_set]
         if names:
-            tables.append(_group_table((group.__doc__ or "").split(".")[0].split("(")[0], names, args))
+            tables.append(_group_table((group.__doc__ or "").split(". ")[0].split(" (")[0], names, args))
     return Renderables(*tables)
 
 
