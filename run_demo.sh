@@ -52,15 +52,26 @@ PYTHON=.venv/bin/python
 MODEL=data/demo/model
 mkdir -p "$RUN_DIR"
 
-retriever_pid=""
-stop_retriever() {
-    if [[ -n "$retriever_pid" ]]; then
-        kill "$retriever_pid" 2>/dev/null || true
-        wait "$retriever_pid" 2>/dev/null || true
-        retriever_pid=""
-    fi
+retriever_pid="" step_pid=""
+
+# A step runs in the background, so that a signal to this script is answered at once.
+run() {
+    "$@" &
+    step_pid=$!
+    wait "$step_pid"
+    step_pid=""
 }
-trap stop_retriever EXIT
+
+# Stops what this script started, and nothing else.
+clean_up() {
+    trap - EXIT INT TERM
+    local pid
+    for pid in $step_pid $retriever_pid; do
+        kill "$pid" 2>/dev/null || true
+        wait "$pid" 2>/dev/null || true
+    done
+}
+trap clean_up EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
@@ -70,7 +81,7 @@ $PYTHON local_dense_retriever/retrieval_server.py --corpus_path data/demo/corpus
 retriever_pid=$!
 
 echo "== HF checkpoint -> torch_dist"
-$PYTHON tools/convert_hf_to_torch_dist.py --hf-checkpoint "$MODEL" --save "$RUN_DIR/ref"
+run $PYTHON tools/convert_hf_to_torch_dist.py --hf-checkpoint "$MODEL" --save "$RUN_DIR/ref"
 
 for _ in $(seq 300); do
     [[ -s "$RUN_DIR/retriever.url" ]] && break
@@ -89,7 +100,7 @@ search_r1:
 END
 
 echo "== $STEPS steps of GRPO: Ray, one SGLang engine and the Megatron trainer on this CPU"
-$PYTHON train.py \
+run $PYTHON train.py \
     --hf-checkpoint "$MODEL" --ref-load "$RUN_DIR/ref" --save "$RUN_DIR/checkpoints" --save-interval 20 --save-keep 2 \
     --prompt-data data/demo/train.parquet --input-key prompt --label-key reward_model --apply-chat-template \
     --rollout-shuffle --num-rollout "$STEPS" --rollout-batch-size 8 --n-samples-per-prompt 8 --global-batch-size 64 \
@@ -108,6 +119,6 @@ $PYTHON train.py \
     --use-tensorboard --run-dir "$RUN_DIR" --seed "$SEED" "$@"
 
 echo "== torch_dist -> HF"
-$PYTHON tools/convert_torch_dist_to_hf.py --load "$RUN_DIR/checkpoints" --hf-checkpoint "$MODEL" --save "$RUN_DIR/hf"
+run $PYTHON tools/convert_torch_dist_to_hf.py --load "$RUN_DIR/checkpoints" --hf-checkpoint "$MODEL" --save "$RUN_DIR/hf"
 
 $PYTHON tools/demo_report.py --run-dir "$RUN_DIR" --started "$STARTED"

@@ -14,6 +14,7 @@ from rich.console import Console
 from sleuth.arguments import Args, check_files, check_model, config_table, parse_args_or_exit, read_hf_config
 from sleuth.cluster.logs import configure_logging, failure_message
 from sleuth.cluster.run import Run, start_run
+from sleuth.cluster.signals import end_on_signals
 from sleuth.hooks import check_hooks
 from sleuth.metrics.timing import timed
 from sleuth.metrics.tracker import Tracker
@@ -54,6 +55,7 @@ def is_due(step: int, interval: int | None, last: int) -> bool:
 
 
 def main() -> None:
+    end_on_signals()
     args: Args = parse_args_or_exit()
     try:
         check_files(args)

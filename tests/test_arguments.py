@@ -216,7 +216,7 @@ def test_the_name_of_an_environment_variable_is_no_secret(tmp_path: Path):
         (["--num-rollout", "0"], ["--num-rollout: expected greater than 0", "found '0'"]),
         (["--rollout-temperature", "0"], ["--rollout-temperature"]),
         (["--optimizer", "sgd"], ["--optimizer: expected 'adam', found 'sgd'"]),
-        (["--advantage-estimator", "ppo"], ["expected 'grpo', found 'ppo'"]),
+        (["--advantage-estimator", "ppo"], ["expected 'grpo', 'gspo'", "found 'ppo'"]),
         (["--apply-chat-template-kwargs", "{a"], ["expected a JSON object", "found '{a'"]),
         (["--partial-rollout"], ["partial rollouts are not supported yet"]),
         (["--lora-rank", "32"], ["LoRA is not supported yet"]),

@@ -177,8 +177,17 @@ def _loss(args: Args) -> Iterator[str]:
         )
     if args.loss_type == "policy" and not args.custom_rm_path:
         yield "--custom-rm-path is required: name the reward hook, for example generate_with_search.reward_func"
-    if args.loss_type == "policy" and args.advantage_estimator == "grpo" and args.n_samples_per_prompt == 1:
-        yield "--n-samples-per-prompt 1: a group of one has no advantage, so nothing is learned; take at least 2"
+    estimator = args.advantage_estimator
+    if args.loss_type == "policy" and estimator != "reinforce_plus_plus" and args.n_samples_per_prompt == 1:
+        yield (
+            f"--n-samples-per-prompt 1 with --advantage-estimator {estimator}: a group of one has no advantage, so "
+            "nothing is learned; take at least 2, or reinforce_plus_plus"
+        )
+    if estimator == "importance_sampling" and args.use_tis:
+        yield (
+            "--use-tis with --advantage-estimator importance_sampling corrects for the engine's probability twice; "
+            "drop one of them"
+        )
     if args.custom_tis_function_path and not (args.use_tis or args.custom_config.get("use_rs")):
         yield (
             "--custom-tis-function-path has no effect without --use-tis (or use_tis / use_rs in --custom-config-path); "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -22,6 +23,7 @@ def check_files(args: Args) -> None:
         *_checkpoint_problems(args),
         *_data_problems(args),
         *_output_problems(args),
+        *_package_problems(args),
     ]
     if problems:
         raise ArgumentsError("files are missing\n  " + "\n  ".join(problems))
@@ -84,6 +86,11 @@ def _data_problems(args: Args) -> Iterator[str]:
 def _may_be_on_hub(file: str) -> bool:
     """`owner/repo/file` of a hub data set, rather than a path with a typo: its first folder is not here."""
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+/[^@]+", file)) and not Path(file.split("/")[0]).exists()
+
+
+def _package_problems(args: Args) -> Iterator[str]:
+    if args.use_wandb and importlib.util.find_spec("wandb") is None:
+        yield "--use-wandb: expected the package wandb, found none; `pip install wandb`, or drop the flag"
 
 
 def _output_problems(args: Args) -> Iterator[str]:

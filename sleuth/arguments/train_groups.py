@@ -20,8 +20,14 @@ class LossArgs(Group):
     loss_type: Literal["policy", "sft"] = Field(
         "policy", description="policy: reinforcement learning from rollouts; sft: supervised training on --prompt-data."
     )
-    advantage_estimator: Literal["grpo"] = Field(
-        "grpo", description="grpo: rewards normalised within their group; no other yet."
+    advantage_estimator: Literal[
+        "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "importance_sampling"
+    ] = Field(
+        "grpo",
+        description="How rewards become advantages, and advantages a loss. grpo: rewards normalised within their "
+        "group, clipped ratio of each token; gspo: clipped ratio of the sequence; cispo: bounded ratio as a weight; "
+        "reinforce_plus_plus: rewards normalised over the step; reinforce_plus_plus_baseline: the same after "
+        "subtracting the group's mean; importance_sampling: unclipped ratio to the engine's probability.",
     )
     disable_grpo_std_normalization: bool = Field(
         False, description="Advantage = reward - group mean, not divided by the group's standard deviation."

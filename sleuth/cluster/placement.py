@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ SHARE = 0.4
 def ray_session(args: Args) -> Iterator[None]:
     """Connect to the cluster named by `--ray-address` or RAY_ADDRESS, or start one on this machine."""
     address = args.ray_address or os.environ.get("RAY_ADDRESS")
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     if address:
         ray.init(address=address, log_to_driver=True)
     else:
@@ -36,6 +38,7 @@ def ray_session(args: Args) -> Iterator[None]:
         # Slots, not cores: a laptop may hold more ranks than cores, and they take turns.
         slots = max(os.cpu_count() or 1, args.total_gpus) + 1
         ray.init(address="local", num_cpus=slots, include_dashboard=False, log_to_driver=True, configure_logging=False)
+    signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts its own in place of the caller's
     try:
         yield
     finally:

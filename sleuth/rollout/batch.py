@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from sleuth.algo.advantages import group_advantages
 from sleuth.algo.batch import OptimizerStepBatch, plan_optimizer_steps
 from sleuth.algo.context_parallel import pad_multiple
+from sleuth.algo.estimators import estimate_advantages
 from sleuth.arguments import Args
 from sleuth.sample import Sample, TrainSample
 
 
 def train_samples(args: Args, groups: list[list[Sample]]) -> list[TrainSample]:
-    """Every sample of every group with its group-normalised advantage on each response token."""
-    rewards = torch.tensor([[sample.reward for sample in group] for group in groups], dtype=torch.float64)
-    advantages = group_advantages(rewards, normalize_std=not args.disable_grpo_std_normalization)
+    """Every sample of every group with its advantage, as `--advantage-estimator` has it, on each response token."""
+    advantages = estimate_advantages(
+        args.advantage_estimator,
+        torch.tensor([[sample.reward for sample in group] for group in groups], dtype=torch.float64),
+        torch.tensor([[sum(sample.trace.loss_mask) for sample in group] for group in groups], dtype=torch.float64),
+        normalize_std=not args.disable_grpo_std_normalization,
+    )
     return [
         _train_sample(sample, advantage)
         for group, row in zip(groups, advantages.tolist(), strict=True)
