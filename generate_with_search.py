@@ -30,7 +30,7 @@ from local_search_server import local_search
 from qa_em_format import iter_actions, score_response
 from sleuth.rollout.context import Generation, rollout_context
 from sleuth.sample import Sample, SampleStatus, Source, StopReason
-from sleuth.search import SearchError, SearchService, decode, encode, format_observation, with_retries
+from sleuth.search import SearchError, SearchService, decode, encode, format_observation, with_search_retries
 
 SEARCH_R1_CONFIGS: dict[str, Any] = {
     # The conversation
@@ -208,7 +208,7 @@ def _backend(config: SearchConfig) -> Callable[[str], Awaitable[Sequence[Any]]]:
             message = f"{config.search_backend}: {type(error).__name__}: {error}"
             raise SearchError(message, "backend", retryable=True) from error
 
-    return lambda query: with_retries(lambda: attempt(query), retries)
+    return lambda query: with_search_retries(lambda: attempt(query), retries)
 
 
 _services: dict[tuple[asyncio.AbstractEventLoop, SearchConfig], SearchService] = {}

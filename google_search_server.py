@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from sleuth.search import SearchError, request_text, with_retries
+from sleuth.search import SearchError, request_text, with_search_retries
 from sleuth.search.pages import page_contexts
 
 SERPER_URL = "https://google.serper.dev/search"
@@ -48,7 +48,7 @@ async def google_search(
             error.args = tuple(str(part).replace(api_key, "***") for part in error.args)
             raise
 
-    results = (await with_retries(attempt, retries))[:top_k]
+    results = (await with_search_retries(attempt, retries))[:top_k]
     texts = [result["snippet"] for result in results]
     if not snippet_only:
         contexts = await page_contexts([result["link"] for result in results], texts, proxy=proxy)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from sleuth.search import SearchError, request_text, with_retries
+from sleuth.search import SearchError, request_text, with_search_retries
 
 
 async def local_search(
@@ -33,7 +33,7 @@ async def local_search(
         text = await request_text("POST", search_url, timeout=timeout, json=body, proxy=proxy)
         return parse_passages(text, search_url)[:top_k]
 
-    return await with_retries(attempt, retries)
+    return await with_search_retries(attempt, retries)
 
 
 def parse_passages(text: str, source: str) -> list[dict[str, Any]]:

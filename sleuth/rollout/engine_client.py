@@ -22,6 +22,7 @@ from typing import Any
 import aiohttp
 import tenacity
 
+from sleuth.retries import failure, with_retries
 from sleuth.rollout.context import Generation
 
 logger = logging.getLogger(__name__)
@@ -150,18 +151,19 @@ class EngineClient:
 
     async def _request_with_retries(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Each attempt goes to the next engine in turn; returns the url that answered and what it said."""
-        async for attempt in tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type(_TransientError),
-            stop=tenacity.stop_after_attempt(self._attempts),
+
+        async def attempt() -> tuple[str, dict[str, Any]]:
+            url = next(self._turns)
+            async with self._places[url]:
+                return url, await self._request(url, path, body)
+
+        return await with_retries(
+            attempt,
+            is_transient=lambda error: isinstance(error, _TransientError),
+            attempts=self._attempts,
             wait=tenacity.wait_random_exponential(multiplier=self._first_wait, max=MAX_WAIT_SECONDS),
-            before_sleep=lambda state: logger.warning("attempt %d: %s", state.attempt_number, _cause(state)),
-            reraise=True,
-        ):
-            with attempt:
-                url = next(self._turns)
-                async with self._places[url]:
-                    return url, await self._request(url, path, body)
-        raise AssertionError("tenacity returns or raises")
+            before_sleep=lambda state: logger.warning("attempt %d: %s", state.attempt_number, failure(state)),
+        )
 
     async def _request(self, url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         session = self._open_session()
@@ -238,7 +240,3 @@ def _message(text: str) -> str:
     except (ValueError, KeyError, TypeError):
         pass
     return text[:1000]
-
-
-def _cause(state: tenacity.RetryCallState) -> BaseException | None:
-    return state.outcome.exception() if state.outcome else None

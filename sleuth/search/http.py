@@ -12,6 +12,8 @@ from typing import Any, Literal, TypeVar
 import aiohttp
 import tenacity
 
+from sleuth.retries import failure, with_retries
+
 logger = logging.getLogger(__name__)
 
 FIRST_WAIT_SECONDS = 0.25
@@ -83,41 +85,27 @@ def _seconds(retry_after: str | None) -> float | None:
         return None
 
 
-async def with_retries(attempt: Callable[[], Awaitable[T]], retries: int) -> T:
+async def with_search_retries(attempt: Callable[[], Awaitable[T]], retries: int) -> T:
     """What the attempt returns; its last SearchError after `retries` further attempts.
 
     Waits grow exponentially with jitter, or as long as the server asked, at most MAX_WAIT_SECONDS each.
     """
-    try:
-        return await attempt()  # most succeed: setting up the retries costs as much as a request
-    except SearchError as error:
-        failed = [error]
-    retrying = tenacity.AsyncRetrying(
-        retry=tenacity.retry_if_exception(lambda error: isinstance(error, SearchError) and error.retryable),
-        stop=tenacity.stop_after_attempt(retries + 1),
+    return await with_retries(
+        attempt,
+        is_transient=lambda error: isinstance(error, SearchError) and error.retryable,
+        attempts=retries + 1,
         wait=_wait_seconds,
-        before_sleep=lambda state: logger.debug("search attempt %d failed: %s", state.attempt_number, _error(state)),
-        reraise=True,
+        before_sleep=lambda state: logger.debug("search attempt %d failed: %s", state.attempt_number, failure(state)),
     )
-    async for trial in retrying:
-        with trial:
-            if failed:
-                raise failed.pop()  # the first attempt, which is over
-            return await attempt()
-    raise AssertionError("tenacity returns or raises")
 
 
 _exponential = tenacity.wait_random_exponential(multiplier=FIRST_WAIT_SECONDS, max=MAX_WAIT_SECONDS)
 
 
 def _wait_seconds(state: tenacity.RetryCallState) -> float:
-    error = _error(state)
+    error = failure(state)
     asked = error.retry_after if isinstance(error, SearchError) else None
     return _exponential(state) if asked is None else min(asked, MAX_WAIT_SECONDS)
-
-
-def _error(state: tenacity.RetryCallState) -> BaseException | None:
-    return state.outcome.exception() if state.outcome else None
 
 
 def search_session() -> aiohttp.ClientSession:

@@ -1,0 +1,47 @@
+"""Repeating what failed, with tenacity's waits, at no cost to what succeeds at once."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import tenacity
+
+T = TypeVar("T")
+
+
+async def with_retries(
+    attempt: Callable[[], Awaitable[T]],
+    *,
+    is_transient: Callable[[BaseException], bool],
+    attempts: int,
+    wait: Callable[[tenacity.RetryCallState], float],
+    before_sleep: Callable[[tenacity.RetryCallState], Any],
+) -> T:
+    """What `attempt()` returns, made at most `attempts` times; its last error if none succeeds.
+
+    An error that is not transient ends it at once. `wait` gives the seconds before the next attempt, `before_sleep`
+    tells of the failure.
+    """
+    try:
+        return await attempt()  # most succeed: setting up the retries costs as much as a request
+    except Exception as error:
+        failed = [error]
+    retrying = tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception(is_transient),
+        stop=tenacity.stop_after_attempt(attempts),
+        wait=wait,
+        before_sleep=before_sleep,
+        reraise=True,
+    )
+    async for trial in retrying:
+        with trial:
+            if failed:
+                raise failed.pop()  # the first attempt, which is over
+            return await attempt()
+    raise AssertionError("tenacity returns or raises")
+
+
+def failure(state: tenacity.RetryCallState) -> BaseException | None:
+    """The error of the attempt that `state` is about."""
+    return state.outcome.exception() if state.outcome else None
