@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import processes_of, run_training, start_training, wait_until
+from tests.e2e.runs import processes_of, run_training, started_training, wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 
 def metrics_of(run_dir: Path) -> list[dict]:
@@ -44,11 +44,11 @@ def test_a_run_trains_saves_and_resumes(tmp_path, flags):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_everything_and_keeps_the_last_checkpoint(tmp_path, flags, number):
-    process = start_training([*flags, "--num-rollout", "100"])
-    tracker = tmp_path / "save/latest_checkpointed_iteration.txt"
-    wait_until(tracker.exists, "the first checkpoint")
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=90)
+    with started_training([*flags, "--num-rollout", "100"]) as process:
+        tracker = tmp_path / "save/latest_checkpointed_iteration.txt"
+        wait_until(tracker.exists, "the first checkpoint")
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=90)
     assert process.returncode == 1
     assert "interrupted" in output
     assert "Traceback" not in output
@@ -58,10 +58,9 @@ def test_a_signal_stops_everything_and_keeps_the_last_checkpoint(tmp_path, flags
 
 
 def test_a_killed_driver_leaves_nothing_running(tmp_path, flags):
-    process = start_training([*flags, "--num-rollout", "100"])
-    wait_until((tmp_path / "save/latest_checkpointed_iteration.txt").exists, "the first checkpoint")
-    process.kill()
-    process.communicate()
+    with started_training([*flags, "--num-rollout", "100"]) as process:
+        wait_until((tmp_path / "save/latest_checkpointed_iteration.txt").exists, "the first checkpoint")
+        process.kill()
     wait_until(lambda: not processes_of(tmp_path / "run"), "an end of all processes", seconds=30)
 
 
