@@ -35,7 +35,9 @@ def started_training(flags: list[str]) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()  # Ray's processes and the engines notice and end
-        process.communicate()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 def run_training(flags: list[str]) -> tuple[int, str]:
