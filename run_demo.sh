@@ -7,6 +7,7 @@
 # It starts what it needs (a retrieval server, Ray, one engine, the trainer) on free ports and stops
 # exactly that at the end. Results: runs/demo/<start time>/.
 set -euo pipefail
+CALLED_IN="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 STEPS=40
@@ -15,7 +16,7 @@ QUESTIONS=200
 RUN_DIR="runs/demo/$(date -u +%Y%m%d-%H%M%S)"
 
 usage() {
-    sed -n '2,8p' "$0" | sed 's/^# \{0,1\}//'
+    sed -n '2,8p' "${BASH_SOURCE[0]##*/}" | sed 's/^# \{0,1\}//'
     cat <<END
   --steps N       GRPO steps [$STEPS]
   --seed N        seed of data order, sampling and training [$SEED]
@@ -33,7 +34,7 @@ while [[ $# -gt 0 ]]; do
         --steps) STEPS="$2" ;;
         --seed) SEED="$2" ;;
         --questions) QUESTIONS="$2" ;;
-        --run-dir) RUN_DIR="$2" ;;
+        --run-dir) [[ "$2" == /* ]] && RUN_DIR="$2" || RUN_DIR="$CALLED_IN/$2" ;;
         esac
         shift 2
         ;;
@@ -42,9 +43,15 @@ while [[ $# -gt 0 ]]; do
     *) echo "unknown option: $1" >&2; usage >&2; exit 2 ;;
     esac
 done
-for number in "$STEPS" "$SEED" "$QUESTIONS"; do
-    [[ "$number" =~ ^[0-9]+$ ]] || { echo "expected a whole number, found '$number'" >&2; exit 2; }
+for option in "--steps $STEPS" "--questions $QUESTIONS" "--seed $SEED"; do
+    [[ "$option" =~ ^--(seed\ 0|[a-z]+\ [1-9][0-9]*)$ ]] && continue
+    echo "${option%% *}: expected a whole number$([[ "$option" == --seed* ]] || echo " from 1 on"), found '${option#* }'" >&2
+    exit 2
 done
+if [[ -n "$(ls -A "$RUN_DIR" 2>/dev/null)" ]]; then
+    echo "--run-dir: expected a new or empty folder, found files in $RUN_DIR; name another" >&2
+    exit 2
+fi
 
 bash scripts/setup_cpu.sh
 STARTED=$(date +%s)

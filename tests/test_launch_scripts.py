@@ -178,6 +178,26 @@ def test_missing_files_stop_a_real_run_before_ray_starts(hooks: dict[str, str], 
     assert not (run_dir / "ray.log").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "x"], "--steps: expected a whole number from 1 on, found 'x'"),
+        (["--questions", "0"], "--questions: expected a whole number from 1 on, found '0'"),
+        (["--seed", "-1"], "--seed: expected a whole number, found '-1'"),
+        (["--run-dir"], "--run-dir needs a value"),
+        (["--run-dir", "full"], "--run-dir: expected a new or empty folder, found files in {here}/full; name another"),
+        (["--bogus"], "unknown option: --bogus"),
+    ],
+)
+def test_the_demo_refuses_wrong_options_before_anything_starts(options: list[str], message: str, tmp_path: Path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "metrics.jsonl").touch()
+    command = ["bash", str(ROOT / "run_demo.sh"), *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == message.format(here=tmp_path)
+
+
 def test_the_plan_warns_of_memory_that_does_not_fit(capsys: pytest.CaptureFixture[str], hooks: dict[str, str]):
     flags = [*model_args("qwen2.5-7B"), "--hf-checkpoint", "Qwen2.5-7B", "--prompt-data", "x.parquet", "--colocate"]
     assert main([*flags, "--custom-rm-path", "tests.test_launch_scripts.reward", "--gpu-memory-gb", "24"]) == 0
