@@ -66,7 +66,9 @@ def main() -> None:
     run_dir = args.run_dir.resolve()
     configure_logging(run_dir, "driver")
     args.write(run_dir / "config.yaml")
-    Console().print(config_table(args))
+    console = Console()
+    console.print(config_table(args))
+    console.print(f"starting (it takes a minute or so); logs: {run_dir / 'logs'}", soft_wrap=True, markup=False)
     try:
         with start_run(args, run_dir) as run, Tracker(args, run_dir, first_step=run.steps_done + 1) as tracker:
             train(args, run, tracker)

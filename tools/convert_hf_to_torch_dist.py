@@ -8,6 +8,7 @@ Model flags are not needed; those that are given are checked against the model's
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,4 +53,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    logging.captureWarnings(True)  # deprecations inside the libraries tell a user nothing
     main()

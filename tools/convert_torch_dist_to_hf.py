@@ -7,6 +7,7 @@ Config and tokenizer come from --hf-checkpoint, the model that training started 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,4 +54,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    logging.captureWarnings(True)  # deprecations inside the libraries tell a user nothing
     main()
