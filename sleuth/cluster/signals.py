@@ -12,7 +12,12 @@ def end_on_signals() -> None:
 
 
 def _interrupt(*_: object) -> None:
-    # What comes while the run stops its engines is not heard: half a stop would leave some running.
+    # What comes while the run stops its engines is not heard: half a stop would leave some running. Not SIG_IGN:
+    # with it Python complains of a signal that has come already, as when a script passes on a ctrl-C.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, _ignore)
     raise KeyboardInterrupt
+
+
+def _ignore(*_: object) -> None:
+    """Not heard."""
