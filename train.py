@@ -12,6 +12,7 @@ import sys
 from rich.console import Console
 
 from sleuth.arguments import Args, check_files, check_model, config_table, parse_args_or_exit, read_hf_config
+from sleuth.arguments.files import LATEST
 from sleuth.cluster.logs import configure_logging, failure_message
 from sleuth.cluster.run import Run, start_run
 from sleuth.cluster.signals import end_on_signals
@@ -54,6 +55,13 @@ def is_due(step: int, interval: int | None, last: int) -> bool:
     return interval is not None and (step % interval == 0 or step == last)
 
 
+def interruption(args: Args) -> str:
+    """What an interrupted run tells: whether and where it can be taken up again."""
+    if args.save is None or not (args.save / LATEST).is_file():
+        return "interrupted, with no checkpoint saved yet"
+    return f"interrupted: the last checkpoint is whole; --load {args.save} goes on from it"
+
+
 def main() -> None:
     end_on_signals()
     args: Args = parse_args_or_exit()
@@ -73,7 +81,7 @@ def main() -> None:
         with start_run(args, run_dir) as run, Tracker(args, run_dir, first_step=run.steps_done + 1) as tracker:
             train(args, run, tracker)
     except KeyboardInterrupt:
-        sys.exit("interrupted: the last checkpoint is whole; --load goes on from it")
+        sys.exit(interruption(args))
     except Exception as error:
         sys.exit(failure_message(error, run_dir))
 

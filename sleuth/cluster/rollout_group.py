@@ -124,6 +124,7 @@ class RolloutGroup:
     def close(self) -> None:
         """Stop the engines; what does not stop in time dies with its actor."""
         try:
+            ray.kill(self._manager)  # first: its requests under way must not complain of engines that go
             ray.get([engine.stop.remote() for engine in self._engines], timeout=STOP_TIMEOUT_SECONDS)
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("an engine did not stop by itself: %s", error)

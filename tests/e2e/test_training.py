@@ -50,7 +50,8 @@ def test_a_signal_stops_everything_and_keeps_the_last_checkpoint(tmp_path, flags
         process.send_signal(number)
         output, _ = process.communicate(timeout=90)
     assert process.returncode == 1
-    assert "interrupted" in output
+    assert f"interrupted: the last checkpoint is whole; --load {tmp_path / 'save'}" in output
+    assert "has the engine died" not in output
     assert "Traceback" not in output
     wait_until(lambda: not processes_of(tmp_path / "run"), "an end of all processes", seconds=20)
     step = int(tracker.read_text())
