@@ -188,7 +188,7 @@ class Checkpoints:
         if free < needed:
             raise OSError(
                 errno.ENOSPC,
-                f"the checkpoint needs about {needed / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free; make room, "
+                f"the checkpoint needs about {needed / 1e9:.3f} GB, {folder} has {free / 1e9:.3f} GB free; make room, "
                 "or keep fewer checkpoints (--save-keep)",
             )
 

@@ -196,8 +196,8 @@ def _check_space(folder: Path, needed: int) -> None:
     if free < needed:
         raise OSError(
             errno.ENOSPC,
-            f"{os.strerror(errno.ENOSPC)}: the model needs {needed / 1e9:.1f} GB, {folder.parent} has "
-            f"{free / 1e9:.1f} GB free",
+            f"{os.strerror(errno.ENOSPC)}: the model needs {needed / 1e9:.3f} GB, {folder.parent} has "
+            f"{free / 1e9:.3f} GB free",
         )
 
 
