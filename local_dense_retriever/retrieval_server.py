@@ -31,6 +31,8 @@ from local_dense_retriever.retrievers import RETRIEVER_NAMES, load_retriever
 
 logger = logging.getLogger("local_dense_retriever")
 
+BACKLOG = 2048  # uvicorn's own
+
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -49,12 +51,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket; ValueError if the port is in use or the address is not this machine's."""
+    """A listening socket; ValueError if the port is in use or the address is not this machine's.
+
+    Listening at once, not only bound: while neither listens two servers may bind the same port, and the later one
+    would not notice (uvloop says nothing). Requests that come early wait.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
+        sock.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         sock.close()
         raise ValueError(

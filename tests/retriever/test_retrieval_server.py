@@ -15,6 +15,7 @@ import pytest
 import requests
 
 from local_dense_retriever.corpus import read_corpus
+from local_dense_retriever.retrieval_server import bind
 from local_dense_retriever.retrievers import Bm25Retriever, load_retriever
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,6 +116,11 @@ def test_port_in_use_is_a_clear_error(url: str, tmp_path: Path) -> None:
     assert process.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in stderr
     assert "Traceback" not in stderr
+
+
+def test_a_port_is_taken_from_the_start_not_only_once_all_is_loaded() -> None:
+    with bind("127.0.0.1", 0) as first, pytest.raises(ValueError, match="choose another --port"):
+        bind("127.0.0.1", first.getsockname()[1])
 
 
 @pytest.mark.parametrize(
