@@ -32,6 +32,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -42,6 +43,10 @@ from sleuth.arguments import model_flags
 from sleuth.megatron import device
 from sleuth.megatron.attention import PackedAttention
 from sleuth.megatron.logprobs import HeadOptions, token_statistics
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # Megatron's router asks for this name, which its import defines only beside TransformerEngine.
+    moe_utils.te_general_gemm = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,6 +102,8 @@ def transformer_config(args: Any, shape: ModelShape) -> TransformerConfig:
     engine = transformer_engine_available()
     experts: dict[str, Any] = {}
     if shape.num_experts:
+        if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+            raise ValueError("--tensor-model-parallel-size above 1 needs --sequence-parallel in a mixture of experts")
         experts = {
             "num_moe_experts": shape.num_experts,
             "moe_router_topk": shape.moe_router_topk,

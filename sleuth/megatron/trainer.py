@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from sleuth.megatron.model import (
 )
 from sleuth.megatron.objectives import ImportanceSampling, head_options, make_objective
 from sleuth.megatron.optimizer import PolicyOptimizer
+from sleuth.megatron.reference import Reference
 from sleuth.megatron.weights import HfWeights, WeightMap
 from sleuth.sample import TrainSample
 
@@ -57,7 +57,7 @@ class Trainer:
         self.model = build_model(args, self.shape, config)
         self.weights = WeightMap(self.model, self.shape)
         self._load_initial_weights()
-        self._reference = self._host_copy() if args.use_kl_loss and args.loss_type == "policy" else None
+        self._reference = Reference(self.model) if args.use_kl_loss and args.loss_type == "policy" else None
 
         wrapped = Float16Module(config, self.model) if resolve_dtype(args.dtype) == torch.bfloat16 else self.model
         self._ddp = DistributedDataParallel(
@@ -153,7 +153,7 @@ class Trainer:
         batches = [batch for step in plan for batch in step]
         options = HeadOptions(self.args.rollout_temperature, self.args.log_probs_chunk_size)
         if self._reference is not None:
-            with self._reference_weights():
+            with self._reference.in_place():
                 for batch, values in zip(batches, score(self._ddp, batches, options), strict=True):
                     batch.ref_log_probs = values
         if len(plan) > 1 or self._hook:
@@ -193,24 +193,3 @@ class Trainer:
         last = torch.distributed.get_global_rank(group, group.size() - 1)
         torch.distributed.broadcast_object_list(box, last, group=group)
         return box[0]
-
-    def _host_copy(self) -> list[Tensor]:
-        """The model's weights in host memory."""
-        pin = torch.cuda.is_available()
-        return [p.detach().cpu().clone().pin_memory() if pin else p.detach().clone() for p in self.model.parameters()]
-
-    @contextmanager
-    def _reference_weights(self) -> Iterator[None]:
-        """Within, the model holds the frozen reference's weights."""
-        assert self._reference is not None
-        policy = self._host_copy()
-        self._set_weights(self._reference)
-        try:
-            yield
-        finally:
-            self._set_weights(policy)
-
-    @torch.no_grad()
-    def _set_weights(self, values: list[Tensor]) -> None:
-        for parameter, value in zip(self.model.parameters(), values, strict=True):
-            parameter.copy_(value, non_blocking=True)

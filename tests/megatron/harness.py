@@ -40,8 +40,8 @@ def save_tiny_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     } | changes
-    names = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
-    if kind == "qwen3":
+    names = {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "llama": "Llama"}
+    if kind.startswith("qwen3"):
         settings.setdefault("head_dim", 12)  # not hidden_size / heads
     config = getattr(transformers, names[kind] + "Config")(**settings)
     torch.manual_seed(seed)
@@ -55,6 +55,7 @@ def save_tiny_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 
             else:
                 parameter.mul_(4)
     model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")  # a model's folder is expected to have one; nothing here reads it
     return folder
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.megatron.harness import Task, make_args, make_samples, new_trainer, run_tasks, save_tiny_model, shares
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900)]  # one fixture runs all cases
 
 STATE = {"data": {"epoch": 1, "position": 7}}
 DISTRIBUTED = {"use_distributed_optimizer": True}

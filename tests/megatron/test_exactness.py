@@ -11,7 +11,7 @@ import torch
 from sleuth.megatron.convert import hf_to_torch_dist
 from tests.megatron.harness import Reference, Task, make_args, make_samples, run_tasks, save_tiny_model, train_task
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900)]  # one fixture runs all cases
 
 POLICY = {
     "use_kl_loss": True,

@@ -18,7 +18,7 @@ from tests.megatron.harness import (
     shares,
 )
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900)]  # one fixture runs all cases
 
 HOOK = {"use_tis": True, "custom_tis_function_path": "tests.megatron.tis_hooks.reject_and_normalise"}
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,47 @@
+"""The frozen reference: weights in host memory that take the policy's place while they are scored.
+
+One model on the device serves both. On a GPU the copies are pinned, so that a swap runs at the bus's speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class Reference:
+    """The weights that `model` has when this is made."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._frozen, self._policy = self._host_buffers(), self._host_buffers()
+        self._read(self._frozen)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within, the model holds the reference's weights; afterwards its own again."""
+        self._read(self._policy)
+        self._write(self._frozen)
+        try:
+            yield
+        finally:
+            self._write(self._policy)
+
+    def _host_buffers(self) -> list[Tensor]:
+        pin = torch.cuda.is_available()
+        return [
+            torch.empty_like(p, device="cpu", pin_memory=pin, requires_grad=False) for p in self._model.parameters()
+        ]
+
+    @torch.no_grad()
+    def _read(self, buffers: list[Tensor]) -> None:
+        for buffer, parameter in zip(buffers, self._model.parameters(), strict=True):
+            buffer.copy_(parameter, non_blocking=True)
+
+    @torch.no_grad()
+    def _write(self, buffers: list[Tensor]) -> None:
+        for buffer, parameter in zip(buffers, self._model.parameters(), strict=True):
+            parameter.copy_(buffer, non_blocking=True)
