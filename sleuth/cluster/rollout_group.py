@@ -18,7 +18,9 @@ from sleuth.rollout.manager import RolloutManager, StepData, SupervisedManager
 
 logger = logging.getLogger(__name__)
 
-STOP_TIMEOUT_SECONDS = 30.0
+STOP_TIMEOUT_SECONDS, STOP_TIMEOUT_SECONDS_ON_GPU = 10.0, 30.0
+ENGINE_ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "0"}
+"""Ray kills the children of an actor that ends, though not theirs: the engine's own watch ends all of them."""
 
 
 class RolloutActor:
@@ -66,7 +68,10 @@ class RolloutGroup:
         remote: Any = ray.remote(EngineActor)
         firsts = placement.engines[::per_engine]
         self._engines = [
-            remote.options(**placement.options(device)).remote(engine_config(args, run_dir, index, device))
+            # Two calls at a time: an engine that still starts can be stopped.
+            remote.options(**placement.options(device, ENGINE_ENVIRONMENT), max_concurrency=2).remote(
+                engine_config(args, run_dir, index, device)
+            )
             for index, device in enumerate(firsts)
         ]
         self._on_gpu = firsts[0].gpu_id is not None
@@ -125,7 +130,8 @@ class RolloutGroup:
         """Stop the engines; what does not stop in time dies with its actor."""
         try:
             ray.kill(self._manager)  # first: its requests under way must not complain of engines that go
-            ray.get([engine.stop.remote() for engine in self._engines], timeout=STOP_TIMEOUT_SECONDS)
+            timeout = STOP_TIMEOUT_SECONDS_ON_GPU if self._on_gpu else STOP_TIMEOUT_SECONDS
+            ray.get([engine.stop.remote() for engine in self._engines], timeout=timeout)
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("an engine did not stop by itself: %s", error)
 

@@ -107,7 +107,7 @@ class EngineServer:
         """Start the server, wait until it is healthy and return its url.
 
         Raises EngineStartError, with the end of the log, if it ends before or is not healthy within
-        `config.start_timeout` seconds; nothing of it then runs any more.
+        `config.start_timeout` seconds, or is stopped meanwhile; nothing of it then runs any more.
         """
         if self.is_alive():
             raise RuntimeError(f"the engine at {self.url} already runs")
@@ -130,7 +130,8 @@ class EngineServer:
 
     def is_alive(self) -> bool:
         """Whether the process runs (it may still be starting)."""
-        return self._process is not None and self._process.poll() is None
+        process = self._process
+        return process is not None and process.poll() is None
 
     def is_healthy(self, timeout: float = 5.0) -> bool:
         """Whether the server answers within `timeout` seconds."""
@@ -152,7 +153,7 @@ class EngineServer:
         return "\n".join(text.splitlines()[-lines:])
 
     def stop(self, grace: float | None = None) -> None:
-        """End the server and all it started; does nothing if none runs.
+        """End the server and all it started; does nothing if none runs. Another thread's `start` then ends too.
 
         `grace`: seconds it gets to end by itself before it is killed. None: 20 on GPUs, whose memory a killed server
         can leave occupied; none at all on a CPU, where it would only use them to wait.
@@ -210,14 +211,17 @@ class EngineServer:
             )
 
     def _wait_until_healthy(self, deadline: float) -> None:
+        process = self._process
         while not self.is_healthy():
-            if self._process is not None and self._process.poll() is not None:
-                raise self._start_error(f"ended with exit code {self._process.returncode} before it was ready")
+            if process is None or self._process is not process:
+                raise EngineStartError(f"the engine for {self.config.model_path} was stopped before it was ready")
+            if process.poll() is not None:
+                raise self._start_error(f"ended with exit code {process.returncode} before it was ready")
             if time.monotonic() > deadline:
                 raise self._start_error(f"was not healthy after {self.config.start_timeout:.0f} s")
             time.sleep(POLL_SECONDS)
-        assert self._process is not None
-        self._shared_memory = shared_memory_files(self._process.pid)  # a server that dies by itself leaves it
+        assert process is not None
+        self._shared_memory = shared_memory_files(process.pid)  # a server that dies by itself leaves it
 
     def _start_error(self, what: str) -> EngineStartError:
         return EngineStartError(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -122,6 +123,21 @@ def test_a_failed_start_shows_the_log(tmp_path: Path) -> None:
     server = EngineServer(EngineConfig(tmp_path / "no-model", log_path=tmp_path / "engine.log"))
     with pytest.raises(EngineStartError, match=r"(?s)no-model ended with exit code.*engine\.log:.*no-model"):
         server.start()
+    assert not server.is_alive()
+
+
+@pytest.mark.engine
+def test_a_start_ends_when_another_thread_stops_it(model_path: Path, tmp_path: Path) -> None:
+    server = EngineServer(EngineConfig(model_path, log_path=tmp_path / "engine.log"))
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(server.start)
+        while server.pid is None:
+            time.sleep(0.01)
+        pid = server.pid
+        server.stop()
+        with pytest.raises(EngineStartError, match="was stopped before it was ready"):
+            starting.result(timeout=20)
+    assert group_members(pid) == []
     assert not server.is_alive()
 
 
