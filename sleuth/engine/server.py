@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -34,6 +35,7 @@ CPU_STUBS = Path(__file__).parent / "cpu_stubs"
 PACKAGE_ROOT = Path(__file__).parents[2]
 POLL_SECONDS = 0.2
 PORT_ATTEMPTS = 3
+SERVER_PORTS = range(20_000, 32_000)
 GPU_GRACE_SECONDS = 20.0
 KILL_SECONDS = 10.0
 LOG_TAIL_LINES = 25
@@ -217,6 +219,8 @@ class EngineServer:
                 raise EngineStartError(f"the engine for {self.config.model_path} was stopped before it was ready")
             if process.poll() is not None:
                 raise self._start_error(f"ended with exit code {process.returncode} before it was ready")
+            if self._port_was_taken():  # the server's front end is gone then, but its other processes wait on
+                raise self._start_error("found its port taken")
             if time.monotonic() > deadline:
                 raise self._start_error(f"was not healthy after {self.config.start_timeout:.0f} s")
             time.sleep(POLL_SECONDS)
@@ -296,9 +300,12 @@ def server_environment(config: EngineConfig, folder: Path, on_gpu: bool) -> dict
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """A port that is free now, from below those that the system gives to clients, so that it stays free."""
+    while True:
+        port = random.SystemRandom().choice(SERVER_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port
 
 
 def _temporary_log() -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import sleuth.engine.server as server_module
 from sleuth.engine.actor import EngineActor
 from sleuth.engine.process_group import group_members, shared_memory_files
 from sleuth.engine.server import (
@@ -215,3 +217,16 @@ def test_the_memory_saver_gets_no_expandable_segments(tmp_path: Path, monkeypatc
     saving = server_environment(EngineConfig("model", enable_memory_saver=True), tmp_path, on_gpu=True)
     assert "PYTORCH_CUDA_ALLOC_CONF" not in saving
     assert "PYTORCH_CUDA_ALLOC_CONF" in server_environment(EngineConfig("model"), tmp_path, on_gpu=True)
+
+
+@pytest.mark.engine
+def test_a_port_that_is_taken_meanwhile_is_replaced(tmp_path, monkeypatch):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        ports = iter([other.getsockname()[1], server_module._free_port()])
+        monkeypatch.setattr(server_module, "_free_port", lambda: next(ports))
+        config = EngineConfig(make_tiny_model(tmp_path / "model", "qwen2"), log_path=tmp_path / "engine.log")
+        with EngineServer(config) as server:
+            assert server.is_healthy()
+            assert server.url != f"http://127.0.0.1:{other.getsockname()[1]}"
