@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, ConfigDict, Field
 
-from local_dense_retriever.retrievers import Hit, Retriever
+from local_dense_retriever.retrievers import Ranked, Retriever
 
 MAX_TOPK = 100
 MAX_QUERIES = 1024
@@ -36,7 +36,7 @@ class RetrieveResponse(BaseModel):
     """For each query its passages, best first: the documents, or `{"document", "score"}` with scores."""
 
 
-def create_app(retriever: Retriever, default_topk: int) -> FastAPI:
+def create_app(retriever: Retriever, passages: Sequence[dict[str, Any]], default_topk: int) -> FastAPI:
     """The application around a loaded retriever; one thread searches, while the event loop stays free."""
     searcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="search")
 
@@ -47,12 +47,15 @@ def create_app(retriever: Retriever, default_topk: int) -> FastAPI:
 
     app = FastAPI(title="Passage retrieval", lifespan=lifespan)
 
+    def find(queries: Sequence[str], topk: int) -> list[list[Ranked]]:
+        return retriever.search(retriever.encode(queries), topk) if queries else []
+
     @app.post("/retrieve")
     async def retrieve(request: RetrieveRequest) -> RetrieveResponse:
         check_queries(request.queries)
         topk = request.topk or default_topk
-        search = asyncio.get_running_loop().run_in_executor(searcher, retriever.search, request.queries, topk)
-        return RetrieveResponse(result=[render(hits, request.return_scores) for hits in await search])
+        found = await asyncio.get_running_loop().run_in_executor(searcher, find, request.queries, topk)
+        return RetrieveResponse(result=[render(hits, passages, request.return_scores) for hits in found])
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -72,8 +75,8 @@ def check_queries(queries: Sequence[str]) -> None:
             )
 
 
-def render(hits: Sequence[Hit], return_scores: bool) -> list[dict[str, Any]]:
+def render(hits: Sequence[Ranked], passages: Sequence[dict[str, Any]], return_scores: bool) -> list[dict[str, Any]]:
     """The hits of one query as JSON; see `RetrieveResponse`."""
     if return_scores:
-        return [{"document": hit.document, "score": hit.score} for hit in hits]
-    return [hit.document for hit in hits]
+        return [{"document": passages[hit.index], "score": hit.score} for hit in hits]
+    return [passages[hit.index] for hit in hits]

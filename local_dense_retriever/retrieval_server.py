@@ -95,7 +95,7 @@ def serve(args: argparse.Namespace) -> None:
     logger.info("%d passages ready after %.1f s", len(passages), time.monotonic() - started)
     host = f"[{args.host}]" if ":" in args.host else args.host
     config = uvicorn.Config(
-        create_app(retriever, args.topk), log_level="warning", access_log=False, timeout_graceful_shutdown=30
+        create_app(retriever, passages, args.topk), log_level="warning", access_log=False, timeout_graceful_shutdown=30
     )
     Server(config, f"http://{host}:{sock.getsockname()[1]}", args.url_file).run(sockets=[sock])
 

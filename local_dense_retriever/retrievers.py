@@ -1,4 +1,4 @@
-"""What finds passages: the interface of a retriever, and BM25."""
+"""What finds passages: the interface of a retriever, BM25, and the fusion of several retrievers' rankings."""
 
 from __future__ import annotations
 
@@ -14,41 +14,49 @@ logger = logging.getLogger(__name__)
 RETRIEVER_NAMES = ("bm25",)
 
 
-class Hit(NamedTuple):
-    """A passage as it stands in the corpus, and how well it matches (the higher, the better)."""
+class Ranked(NamedTuple):
+    """The number of a passage in the corpus, and how well it matches (the higher, the better)."""
 
-    document: dict[str, Any]
+    index: int
     score: float
 
 
 class Retriever(Protocol):
-    """What a server needs of a retriever."""
+    """What a server needs of a retriever; called from one thread at a time."""
 
-    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """For each query its best passages, best first: at most `topk`, fewer if fewer match.
+    def encode(self, queries: Sequence[str]) -> Any:
+        """What `search` takes: embeddings [n, d] in float32, or the words of each query for BM25."""
+        ...
 
-        Called from one thread at a time.
-        """
+    def search(self, encoded: Any, topk: int) -> list[list[Ranked]]:
+        """For each encoded query its best passages, best first: at most `topk`, fewer if fewer match."""
         ...
 
 
 class Bm25Retriever:
-    """BM25 (Lucene's variant) in memory, over English word stems where PyStemmer is installed."""
+    """BM25 (Lucene's variant) over English word stems where PyStemmer is installed."""
 
-    def __init__(self, passages: Sequence[dict[str, Any]]) -> None:
-        self._passages = passages
+    def __init__(self, index: bm25s.BM25) -> None:
+        self._index = index
         self._stemmer = _english_stemmer()
-        tokens = self._tokenize([passage["contents"] for passage in passages])
-        self._index = bm25s.BM25(method="lucene")
-        self._index.index(tokens, show_progress=False)
 
-    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        return [self._search_one(words, topk) for words in self._tokenize(queries)]
+    @classmethod
+    def build(cls, passages: Sequence[dict[str, Any]]) -> Bm25Retriever:
+        """An index of the passages' contents, in memory."""
+        retriever = cls(bm25s.BM25(method="lucene"))
+        tokens = retriever.encode([passage["contents"] for passage in passages])
+        retriever._index.index(tokens, show_progress=False)
+        return retriever
 
-    def _tokenize(self, texts: Sequence[str]) -> list[list[str]]:
-        return bm25s.tokenize(list(texts), stopwords="en", stemmer=self._stemmer, return_ids=False, show_progress=False)
+    def encode(self, queries: Sequence[str]) -> list[list[str]]:
+        return bm25s.tokenize(
+            list(queries), stopwords="en", stemmer=self._stemmer, return_ids=False, show_progress=False
+        )
 
-    def _search_one(self, words: list[str], topk: int) -> list[Hit]:
+    def search(self, encoded: Sequence[Sequence[str]], topk: int) -> list[list[Ranked]]:
+        return [self._search_one(words, topk) for words in encoded]
+
+    def _search_one(self, words: Sequence[str], topk: int) -> list[Ranked]:
         known = [word for word in words if word in self._index.vocab_dict]
         if not known:
             return []
@@ -56,7 +64,7 @@ class Bm25Retriever:
         threshold = np.partition(scores, -topk)[-topk] if topk < len(scores) else 0.0
         candidates = np.flatnonzero((scores >= threshold) & (scores > 0))
         best = candidates[np.argsort(-scores[candidates], kind="stable")][:topk]  # ties in the corpus's order
-        return [Hit(self._passages[index], float(scores[index])) for index in best]
+        return [Ranked(int(index), float(scores[index])) for index in best]
 
 
 def _english_stemmer() -> Any:
@@ -72,4 +80,4 @@ def load_retriever(name: str, passages: Sequence[dict[str, Any]]) -> Retriever:
     """The retriever of that name over the passages; ValueError names the choices."""
     if name != "bm25":
         raise ValueError(f"no retriever named {name!r}; --retriever_name takes one of: {', '.join(RETRIEVER_NAMES)}")
-    return Bm25Retriever(passages)
+    return Bm25Retriever.build(passages)

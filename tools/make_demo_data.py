@@ -230,10 +230,10 @@ def _maker_article(maker: str, persons: dict[str, dict[str, str]]) -> str | None
 
 def first_results(articles: Sequence[Article], queries: Iterable[str]) -> dict[str, str]:
     """`{query: title of the first result}`, found as the demo's retrieval server finds it."""
-    retriever = Bm25Retriever([{"contents": article.contents, "title": article.title} for article in articles])
+    retriever = Bm25Retriever.build([{"contents": article.contents} for article in articles])
     distinct = sorted(set(queries))
-    results = retriever.search(distinct, topk=1)
-    return {query: hits[0].document["title"] if hits else "" for query, hits in zip(distinct, results, strict=True)}
+    results = retriever.search(retriever.encode(distinct), topk=1)
+    return {query: articles[hits[0].index].title if hits else "" for query, hits in zip(distinct, results, strict=True)}
 
 
 def audit(questions: Iterable[Question], articles: Sequence[Article], drops: Counter[str]) -> list[Question]:

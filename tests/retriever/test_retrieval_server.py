@@ -152,6 +152,6 @@ def test_missing_corpus_and_unknown_retriever() -> None:
 
 
 def test_ties_keep_the_corpus_order() -> None:
-    retriever = Bm25Retriever([{"id": str(i), "contents": f'"T{i}"\nsame words'} for i in range(5)])
-    (hits,) = retriever.search(["same words"], 3)
-    assert [hit.document["id"] for hit in hits] == ["0", "1", "2"]
+    retriever = Bm25Retriever.build([{"id": str(i), "contents": f'"T{i}"\nsame words'} for i in range(5)])
+    (hits,) = retriever.search(retriever.encode(["same words"]), 3)
+    assert [hit.index for hit in hits] == [0, 1, 2]
