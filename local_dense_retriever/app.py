@@ -1,21 +1,40 @@
-"""The HTTP face of a retriever: `POST /retrieve` and `GET /health`."""
+"""The HTTP face of a retriever: `POST /retrieve`, `GET /health` and `GET /metrics`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
-from fastapi import FastAPI, HTTPException
-from pydantic import BaseModel, ConfigDict, Field
+import orjson
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from local_dense_retriever.retrievers import Ranked, Retriever
+from local_dense_retriever.batching import Batcher, BatchingConfig, Hit, QueueFullError, SearchFailedError
+from local_dense_retriever.metrics import Metrics
+from local_dense_retriever.retrievers import Retriever
 
 MAX_TOPK = 100
 MAX_QUERIES = 1024
 MAX_QUERY_CHARS = 8192
+MAX_BODY_BYTES = 16 * 1024 * 1024
+RETRY_AFTER_SECONDS = 1
+
+
+def _not_blank(query: str) -> str:
+    if not query.strip():
+        raise ValueError("is blank; expected text to search for")
+    return query
+
+
+Query = Annotated[
+    str, Field(max_length=MAX_QUERY_CHARS, json_schema_extra={"pattern": r"\S"}), AfterValidator(_not_blank)
+]
 
 
 class RetrieveRequest(BaseModel):
@@ -23,60 +42,189 @@ class RetrieveRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    queries: Annotated[list[str], Field(max_length=MAX_QUERIES)]
+    queries: Annotated[list[Query], Field(max_length=MAX_QUERIES)]
     topk: Annotated[int, Field(ge=1, le=MAX_TOPK)] | None = None
     """None: the server's --topk."""
     return_scores: bool = False
 
 
+class Passage(BaseModel):
+    """A passage as it stands in the corpus, with all its fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    contents: str
+
+
+class ScoredPassage(BaseModel):
+    document: Passage
+    score: float
+
+
 class RetrieveResponse(BaseModel):
-    """What it answers."""
+    """For each query its passages, best first; with `return_scores` each with its score."""
 
-    result: list[list[dict[str, Any]]]
-    """For each query its passages, best first: the documents, or `{"document", "score"}` with scores."""
+    result: list[list[Passage]] | list[list[ScoredPassage]]
 
 
-def create_app(retriever: Retriever, passages: Sequence[dict[str, Any]], default_topk: int) -> FastAPI:
-    """The application around a loaded retriever; one thread searches, while the event loop stays free."""
-    searcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="search")
+class Refusal(BaseModel):
+    """Why a request was not answered."""
+
+    detail: str
+
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    413: {"model": Refusal, "description": "The body or a query is too long"},
+    415: {"model": Refusal, "description": "The body is not said to be JSON"},
+    422: {"model": Refusal, "description": "The body is not a request"},
+    500: {"model": Refusal, "description": "The search failed"},
+    503: {
+        "model": Refusal,
+        "description": "Too many queries wait",
+        "headers": {"Retry-After": {"description": "seconds", "schema": {"type": "integer"}}},
+    },
+}
+REQUEST_BODY = {
+    "requestBody": {"required": True, "content": {"application/json": {"schema": RetrieveRequest.model_json_schema()}}}
+}
+
+
+def create_app(
+    retriever: Retriever, fetch: Callable[[int], bytes], default_topk: int, config: BatchingConfig
+) -> FastAPI:
+    """The application around a loaded retriever; `fetch(index)` gives a passage as JSON."""
+    metrics = Metrics()
+    batcher = Batcher(retriever, fetch, config, metrics)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        batcher.start()
         yield
-        searcher.shutdown()
+        await batcher.close()
 
     app = FastAPI(title="Passage retrieval", lifespan=lifespan)
+    app.add_exception_handler(HTTPException, refuse)
+    app.add_middleware(CountAnswers, metrics=metrics)
 
-    def find(queries: Sequence[str], topk: int) -> list[list[Ranked]]:
-        return retriever.search(retriever.encode(queries), topk) if queries else []
-
-    @app.post("/retrieve")
-    async def retrieve(request: RetrieveRequest) -> RetrieveResponse:
-        check_queries(request.queries)
-        topk = request.topk or default_topk
-        found = await asyncio.get_running_loop().run_in_executor(searcher, find, request.queries, topk)
-        return RetrieveResponse(result=[render(hits, passages, request.return_scores) for hits in found])
+    @app.post(
+        "/retrieve",
+        response_model=None,
+        responses={200: {"model": RetrieveResponse}, **REFUSALS},
+        openapi_extra=REQUEST_BODY,
+    )
+    async def retrieve(request: Request) -> Response:
+        asked = parse_request(await read_body(request))
+        start = time.perf_counter()
+        search = batcher.search(asked.queries, asked.topk or default_topk)
+        try:
+            found = await unless_disconnected(request.receive, search)
+        except QueueFullError as error:
+            raise HTTPException(503, str(error), {"Retry-After": str(RETRY_AFTER_SECONDS)}) from None
+        except SearchFailedError as error:
+            raise HTTPException(500, f"the search failed: {error}") from None
+        metrics.request_seconds.observe(time.perf_counter() - start)
+        return Response(render(found, asked.return_scores), media_type="application/json")
 
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ready"}
 
+    @app.get("/metrics", response_class=Response)
+    async def metrics_text() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
     return app
 
 
-def check_queries(queries: Sequence[str]) -> None:
-    """Refuse what cannot be searched: 422 for a blank query, 413 for a huge one."""
-    for number, query in enumerate(queries):
-        if not query.strip():
-            raise HTTPException(422, f"queries[{number}] is blank; expected text to search for")
-        if len(query) > MAX_QUERY_CHARS:
-            raise HTTPException(
-                413, f"queries[{number}] has {len(query)} characters; at most {MAX_QUERY_CHARS} are allowed"
-            )
+async def read_body(request: Request) -> bytes:
+    """The body of a request that says it is JSON; HTTPException for another type, or one that is too long.
+
+    What is too long is read to its end, within reason, and thrown away: a client that is cut off while it sends
+    would not see the answer.
+    """
+    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise HTTPException(415, f"expected Content-Type: application/json, found {content_type[:80]!r}")
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= MAX_BODY_BYTES:
+            chunks.append(chunk)
+        elif size > 8 * MAX_BODY_BYTES:
+            break
+    if size > MAX_BODY_BYTES:
+        raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes; ask in several requests")
+    return b"".join(chunks)
 
 
-def render(hits: Sequence[Ranked], passages: Sequence[dict[str, Any]], return_scores: bool) -> list[dict[str, Any]]:
-    """The hits of one query as JSON; see `RetrieveResponse`."""
+def parse_request(body: bytes) -> RetrieveRequest:
+    """The request in a body; HTTPException says what is wrong with it."""
+    try:
+        return RetrieveRequest.model_validate_json(body)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+    too_long = any(fault["type"] == "string_too_long" for fault in faults)
+    detail = "; ".join(f"{_place(fault['loc'])}: {fault['msg']}" for fault in faults[:5])
+    raise HTTPException(413 if too_long else 422, detail)
+
+
+def _place(location: Sequence[int | str]) -> str:
+    """`queries[3]` for ("queries", 3)."""
+    return "".join(f"[{part}]" if isinstance(part, int) else part for part in location) or "body"
+
+
+async def unless_disconnected(receive: Receive, search: Awaitable[list[list[Hit]]]) -> list[list[Hit]]:
+    """What the search finds; it is cancelled as soon as the client goes away, whose body must have been read."""
+    searching = asyncio.ensure_future(search)
+    watching = asyncio.ensure_future(receive())  # the next message can only be that the client has gone
+    watching.add_done_callback(lambda _: searching.cancel())
+    try:
+        return await searching
+    except asyncio.CancelledError:
+        if watching.done() and not watching.cancelled():
+            raise HTTPException(499, "the client has gone") from None
+        raise
+    finally:
+        watching.cancel()
+
+
+def render(found: Sequence[Sequence[Hit]], return_scores: bool) -> bytes:
+    """The answer's JSON; see `RetrieveResponse`."""
     if return_scores:
-        return [{"document": passages[hit.index], "score": hit.score} for hit in hits]
-    return [passages[hit.index] for hit in hits]
+        result: list[list[Any]] = [
+            [{"document": orjson.Fragment(hit.document), "score": hit.score} for hit in hits] for hits in found
+        ]
+    else:
+        result = [[orjson.Fragment(hit.document) for hit in hits] for hits in found]
+    return orjson.dumps({"result": result})
+
+
+async def refuse(_: Request, error: Exception) -> Response:
+    """An HTTPException as a `Refusal`."""
+    assert isinstance(error, HTTPException)
+    body = orjson.dumps({"detail": error.detail})
+    return Response(body, error.status_code, error.headers, media_type="application/json")
+
+
+class CountAnswers:
+    """Counts every answer by path and status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        status = 500  # if an exception gets here
+
+        async def note_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note_status)
+        finally:
+            path = scope["path"] if scope["path"] in ("/retrieve", "/health", "/metrics") else "other"
+            self._metrics.requests.labels(path, status).inc()

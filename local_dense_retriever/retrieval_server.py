@@ -20,12 +20,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import orjson
 import uvicorn
 
 if not __package__:  # run as a script: make the project importable
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from local_dense_retriever.app import MAX_TOPK, create_app
+from local_dense_retriever.batching import BatchingConfig
 from local_dense_retriever.corpus import read_corpus
 from local_dense_retriever.retrievers import RETRIEVER_NAMES, load_retriever
 
@@ -41,13 +43,29 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--topk", type=int, default=3, help="passages per query where a request does not say [3]")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0: a free one [8000]")
+    parser.add_argument("--max_batch_size", type=int, default=64, help="queries searched together, at most [64]")
+    parser.add_argument(
+        "--max_wait_ms",
+        type=float,
+        default=0.0,
+        help="milliseconds an idle server may wait for a batch to fill; while it is busy batches fill anyway [0]",
+    )
+    parser.add_argument("--max_queue", type=int, default=4096, help="queries that may wait; more get 503 [4096]")
+    parser.add_argument("--cache_size", type=int, default=10000, help="queries whose results are kept; 0: none [10000]")
     parser.add_argument("--url_file", type=Path, help="file to write the server's URL to, once it answers")
     args = parser.parse_args(argv)
     if args.retriever_name not in RETRIEVER_NAMES:
         parser.error(f"--retriever_name: found {args.retriever_name!r}, expected one of: {', '.join(RETRIEVER_NAMES)}")
     if not 1 <= args.topk <= MAX_TOPK:
         parser.error(f"--topk: found {args.topk}, expected 1 to {MAX_TOPK}")
+    for flag, least in {"max_batch_size": 1, "max_wait_ms": 0, "max_queue": 1, "cache_size": 0}.items():
+        if getattr(args, flag) < least:
+            parser.error(f"--{flag}: found {getattr(args, flag)}, expected {least} or more")
     return args
+
+
+def batching_config(args: argparse.Namespace) -> BatchingConfig:
+    return BatchingConfig(args.max_batch_size, args.max_wait_ms / 1000, args.max_queue, args.cache_size, args.topk)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -95,7 +113,10 @@ def serve(args: argparse.Namespace) -> None:
     logger.info("%d passages ready after %.1f s", len(passages), time.monotonic() - started)
     host = f"[{args.host}]" if ":" in args.host else args.host
     config = uvicorn.Config(
-        create_app(retriever, passages, args.topk), log_level="warning", access_log=False, timeout_graceful_shutdown=30
+        create_app(retriever, lambda index: orjson.dumps(passages[index]), args.topk, batching_config(args)),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=30,
     )
     Server(config, f"http://{host}:{sock.getsockname()[1]}", args.url_file).run(sockets=[sock])
 

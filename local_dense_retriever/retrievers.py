@@ -17,7 +17,7 @@ RETRIEVER_NAMES = ("bm25",)
 class Ranked(NamedTuple):
     """The number of a passage in the corpus, and how well it matches (the higher, the better)."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which no one needs here
     score: float
 
 
