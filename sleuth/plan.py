@@ -74,15 +74,25 @@ def num_parameters(args: Args) -> int:
 
     Embedding V h (twice if untied); each layer: queries and output 2 h H c, keys and values 2 h G c, gated
     feed-forward 3 h f, two norms 2 h, query/key/value biases (H + 2 G) c, query/key norms 2 c; a last norm h.
-    (V vocabulary, h width, H heads, G groups, c width of a head, f feed-forward width.)
+    (V vocabulary, h width, H heads, G groups, c width of a head, f feed-forward width.) In a mixture of experts a
+    router E h and E experts of 3 h e take the place of the feed-forward (E experts, e width of one).
     """
     hidden, heads, groups, head = _sizes(args, "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
     layers, ffn, vocab = _sizes(args, "num_layers", "ffn_hidden_size", "vocab_size")
-    layer = 2 * hidden * heads * head + 2 * hidden * groups * head + 3 * hidden * ffn + 2 * hidden
+    layer = 2 * hidden * heads * head + 2 * hidden * groups * head + 2 * hidden
+    layer += hidden * args.num_experts if args.num_experts else 3 * hidden * ffn
     layer += (heads + 2 * groups) * head if args.add_qkv_bias else 0
     layer += 2 * head if args.qk_layernorm else 0
     embeddings = vocab * hidden * (2 if args.untie_embeddings_and_output_weights else 1)
-    return embeddings + layers * layer + hidden
+    return embeddings + layers * layer + hidden + expert_parameters(args)
+
+
+def expert_parameters(args: Args) -> int:
+    """Parameters of the experts of all layers together, part of `num_parameters`; 0 for a dense model."""
+    if not args.num_experts:
+        return 0
+    layers, hidden, width = _sizes(args, "num_layers", "hidden_size", "moe_ffn_hidden_size")
+    return layers * args.num_experts * 3 * hidden * width
 
 
 def _sizes(args: Args, *names: str) -> list[int]:
@@ -104,24 +114,37 @@ def memory_plan(args: Args, gpu_memory: float, context: int) -> MemoryPlan:
     With N parameters over tensor x pipeline parallelism m = t p, and d x (context size) optimizer shards s (1 without
     the distributed optimizer): weights 2 N / m (bf16), gradients 4 N / m (fp32), Adam 12 N / (m s) (fp32 master
     weights and two moments), logits 2 x 4 V / t bytes for each token of --log-probs-chunk-size (values and gradient).
+    Experts are over m = expert x expert-tensor x pipeline parallelism instead, their optimizer over the other ranks.
     Engine: its share of the GPU, of which weights 2 N / g over its g GPUs; KV cache per token
     2 (keys, values) x layers x groups x head width x 2 bytes / g.
     """
     parameters = num_parameters(args)
     tensor, engine = args.tensor_model_parallel_size, args.rollout_num_gpus_per_engine
-    model_parallel = tensor * args.pipeline_model_parallel_size
-    shards = args.data_parallel_size * args.context_parallel_size if args.use_distributed_optimizer else 1
+    held, sharded = _parameters_per_gpu(args)
     vocab, layers, groups, head = _sizes(args, "vocab_size", "num_layers", "num_query_groups", "kv_channels")
     return MemoryPlan(
-        weights=BF16 * parameters / model_parallel,
-        gradients=FP32 * parameters / model_parallel,
-        optimizer=3 * FP32 * parameters / (model_parallel * shards),
+        weights=BF16 * held,
+        gradients=FP32 * held,
+        optimizer=3 * FP32 * sharded,
         activations=activation_bytes(args, tokens_per_micro_batch(args, context)),
         logits=2 * FP32 * vocab / tensor * args.log_probs_chunk_size,
         engine_pool=args.sglang_mem_fraction_static * gpu_memory,
         engine_weights=BF16 * parameters / engine,
         kv_per_token=2 * layers * groups * head * BF16 / engine,
     )
+
+
+def _parameters_per_gpu(args: Args) -> tuple[float, float]:
+    """Parameters that a GPU of the trainer holds, and of how many it keeps the optimizer's state."""
+    experts = expert_parameters(args)
+    expert_parallel = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    held = sharded = 0.0
+    for count, split in ((num_parameters(args) - experts, args.tensor_model_parallel_size), (experts, expert_parallel)):
+        share = count / (split * args.pipeline_model_parallel_size)
+        ranks = args.actor_world_size // (split * args.pipeline_model_parallel_size)
+        held += share
+        sharded += share / ranks if args.use_distributed_optimizer else share
+    return held, sharded
 
 
 def activation_bytes(args: Args, tokens: int) -> float:
@@ -210,6 +233,11 @@ def _layout(args: Args) -> Iterator[tuple[str, str]]:
         f"{args.tensor_model_parallel_size} x {args.pipeline_model_parallel_size} x {args.context_parallel_size} x "
         f"{args.data_parallel_size} = {args.actor_world_size} GPUs",
     )
+    if args.num_experts:
+        yield (
+            "expert x expert-tensor",
+            f"{args.expert_model_parallel_size} x {args.expert_tensor_parallel_size}, {args.num_experts} experts",
+        )
     yield "sequence parallel", "yes" if args.sequence_parallel else "no"
     yield "recompute", args.recompute_granularity or "no"
     yield "distributed optimizer", "yes" if args.use_distributed_optimizer else "no"
@@ -253,7 +281,8 @@ def _notes(args: PlanArgs) -> Iterator[str]:
     if plan.trainer > args.gpu_memory_gb * GB:
         yield (
             f"the trainer needs about {plan.trainer / GB:.0f} GB of {args.gpu_memory_gb:g} GB; raise "
-            "--tensor-model-parallel-size, add --use-distributed-optimizer, or lower --max-tokens-per-gpu"
+            f"--tensor-model-parallel-size{' or --expert-model-parallel-size' if args.num_experts else ''}, add "
+            "--use-distributed-optimizer, or lower --max-tokens-per-gpu"
         )
     if args.colocate and plan.resident + plan.engine_pool > args.gpu_memory_gb * GB:
         yield (

@@ -69,6 +69,7 @@ FLAGS = """\
 --num-attention-heads --use-rotary-position-embeddings --disable-bias-linear --add-qkv-bias --normalization
 --norm-epsilon --rotary-base --group-query-attention --num-query-groups --vocab-size --kv-channels --qk-layernorm
 --untie-embeddings-and-output-weights --num-experts --moe-router-topk --moe-ffn-hidden-size
+--moe-router-pre-softmax
 """
 
 
@@ -221,8 +222,11 @@ def test_the_name_of_an_environment_variable_is_no_secret(tmp_path: Path):
         (["--partial-rollout"], ["partial rollouts are not supported yet"]),
         (["--lora-rank", "32"], ["LoRA is not supported yet"]),
         (["--wandb-key", "k"], ["WANDB_API_KEY"]),
-        (["--num-experts", "8"], ["--num-experts", "not supported yet"]),
-        (["--expert-model-parallel-size", "2"], ["expected 1", "found 2"]),
+        (
+            ["--expert-model-parallel-size", "2"],
+            ["expert x expert-tensor x pipeline parallelism = 2 x 1 x 1 = 2 must divide the 1 training GPUs"],
+        ),
+        (["--moe-grouped-gemm"], ["one after the other", "leave it out"]),
         (["--attention-dropout", "0.1"], ["expected 0", "found 0.1"]),
         (["--no-attention-softmax-in-fp32"], ["--no-attention-softmax-in-fp32: not supported"]),
         (["--sequence-parallel"], ["needs --tensor-model-parallel-size above 1"]),
@@ -397,6 +401,47 @@ def test_a_contradiction_with_the_config_names_both_values(flags: list[str], par
 def test_models_that_are_not_supported_are_refused(change: dict[str, Any], message: str):
     with pytest.raises(ArgumentsError, match=message):
         check_model(parse(), {**KNOWN_MODELS["qwen2.5-3B"], **change})
+
+
+EIGHT = ("--actor-num-gpus-per-node", "8")
+
+
+def test_a_mixture_of_experts_is_filled_in_from_either_spelling_of_its_config():
+    config = KNOWN_MODELS["qwen3-30B-A3B"]
+    newer = {**config, "num_local_experts": config["num_experts"]}
+    del newer["num_experts"]
+    for spelling in (config, newer):
+        args = check_model(parse(*EIGHT, "--expert-model-parallel-size", "8"), spelling)
+        assert (args.num_experts, args.moe_router_topk, args.moe_ffn_hidden_size) == (128, 8, 768)
+        assert (args.qk_layernorm, args.moe_router_pre_softmax) == (True, False)
+    assert check_model(parse(), {**config, "norm_topk_prob": False}).moe_router_pre_softmax is True
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "change", "message"),
+    [
+        ("qwen2.5-3B", ["--num-experts", "8"], {}, "--num-experts: the flag says 8, .* says None"),
+        ("qwen2.5-3B", ["--expert-model-parallel-size", "2"], {}, "expected 1 for a model without experts, found 2"),
+        (
+            "qwen3-30B-A3B",
+            ["--expert-model-parallel-size", "8"],
+            {"num_experts": 12},
+            "nearest valid values are 6 and 12",
+        ),
+        ("qwen3-30B-A3B", ["--tensor-model-parallel-size", "2"], {}, "expected --sequence-parallel with it"),
+        ("qwen3-30B-A3B", [], {"mlp_only_layers": [0]}, "expected experts in every layer"),
+        ("qwen3-30B-A3B", [], {"num_experts": None}, "num_local_experts or num_experts"),
+        (
+            "qwen3-30B-A3B",
+            ["--expert-tensor-parallel-size", "4"],
+            {"moe_intermediate_size": 770},
+            "--expert-tensor-parallel-size 4 must divide --moe-ffn-hidden-size 770",
+        ),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(name: str, flags: list[str], change: dict[str, Any], message: str):
+    with pytest.raises(ArgumentsError, match=message):
+        check_model(parse(*EIGHT, *flags), {**KNOWN_MODELS[name], **change})
 
 
 def test_the_layout_must_divide_the_models_vocabulary():

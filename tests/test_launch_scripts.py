@@ -80,6 +80,7 @@ def test_model_scripts_state_the_published_values(name: str):
         ("qwen3-1.7B", 1.72),
         ("qwen3-4B", 4.02),
         ("qwen3-8B", 8.19),
+        ("qwen3-30B-A3B", 30.53),
     ],
 )
 def test_number_of_parameters(name: str, billions: float):
@@ -104,6 +105,17 @@ def test_memory_of_the_3b_model_on_four_gpus():
     assert [round(x / 1e9, 1) for x in (plan.weights, plan.gradients, plan.optimizer)] == [3.1, 6.2, 9.3]
     assert plan.kv_per_token == 36 * 1024
     assert plan.kv_tokens == int((0.7 * 80e9 - plan.engine_weights) / (36 * 1024))
+
+
+def test_experts_are_spread_over_expert_parallel_ranks():
+    ranks = ["--actor-num-gpus-per-node", "8", "--use-distributed-optimizer"]
+    whole, spread = (
+        memory_plan(plan_args("qwen3-30B-A3B", *ranks, *flags), 80e9, 4096)
+        for flags in ([], ["--expert-model-parallel-size", "8"])
+    )
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert whole.weights - spread.weights == pytest.approx(2 * experts * 7 / 8)
+    assert spread.optimizer == pytest.approx(whole.optimizer)  # spread over all ranks either way
 
 
 def test_recomputation_and_sequence_parallelism_save_activations():

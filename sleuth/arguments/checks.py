@@ -38,12 +38,6 @@ def nearest_divisors(total: int, wanted: int, multiple_of: int = 1) -> list[int]
 
 
 def _unsupported(args: Args) -> Iterator[str]:
-    for name in ("num_experts", "moe_router_topk", "moe_ffn_hidden_size"):
-        if getattr(args, name) is not None:
-            yield f"{flag(name)}: mixtures of experts are not supported yet; leave it out and use a dense model"
-    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
-        if getattr(args, name) != 1:
-            yield f"{flag(name)}: expected 1 (mixtures of experts are not supported yet), found {getattr(args, name)}"
     for name in ("attention_dropout", "hidden_dropout"):
         if getattr(args, name) != 0:
             yield f"{flag(name)}: expected 0 (dropout makes log-probabilities random), found {getattr(args, name)}"
@@ -61,6 +55,13 @@ def _layout(args: Args) -> Iterator[str]:
             f"{tensor * pipeline * context} must divide the {world} training GPUs "
             f"(--actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node {args.actor_num_gpus_per_node}); "
             "change one of the sizes"
+        )
+    expert = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    if world % (expert * pipeline):
+        yield (
+            f"expert x expert-tensor x pipeline parallelism = {args.expert_model_parallel_size} x "
+            f"{args.expert_tensor_parallel_size} x {pipeline} = {expert * pipeline} must divide the {world} training "
+            "GPUs; change one of the sizes"
         )
     if args.sequence_parallel and tensor == 1:
         yield (
@@ -166,6 +167,31 @@ def divisibility_problems(
         yield (
             f"--rollout-num-gpus-per-engine {engine} must divide --num-attention-heads {heads}; "
             f"{_nearest(nearest_divisors(heads, engine))}"
+        )
+
+
+def expert_problems(args: Args, experts: int | None, width: int | None) -> Iterator[str]:
+    """What must hold between the parallel layout and a mixture of `experts`, each `width` wide; None: a dense model."""
+    tensor, parallel = args.tensor_model_parallel_size, args.expert_model_parallel_size
+    if experts is None or width is None:
+        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+            if getattr(args, name) != 1:
+                yield f"{flag(name)}: expected 1 for a model without experts, found {getattr(args, name)}; leave it out"
+        return
+    if experts % parallel:
+        yield (
+            f"--expert-model-parallel-size {parallel} must divide --num-experts {experts}; "
+            f"{_nearest(nearest_divisors(experts, parallel))}"
+        )
+    if width % args.expert_tensor_parallel_size:
+        yield (
+            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} must divide --moe-ffn-hidden-size "
+            f"{width}; {_nearest(nearest_divisors(width, args.expert_tensor_parallel_size))}"
+        )
+    if tensor > 1 and not args.sequence_parallel:
+        yield (
+            f"--tensor-model-parallel-size {tensor}: expected --sequence-parallel with it in a mixture of experts, "
+            "found none; add it"
         )
 
 

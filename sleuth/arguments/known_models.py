@@ -30,6 +30,18 @@ def _qwen3(layers: int, hidden: int, ffn: int, heads: int, *, tied: bool = True)
     return {**shape, "model_type": "qwen3", "head_dim": 128}
 
 
+def _qwen3_moe(layers: int, hidden: int, ffn: int, heads: int, *, experts: int, expert_ffn: int) -> dict[str, Any]:
+    return {
+        **_qwen3(layers, hidden, ffn, heads, tied=False),
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "num_experts": experts,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": expert_ffn,
+        "norm_topk_prob": True,
+    }
+
+
 KNOWN_MODELS: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5B": _qwen2(24, 896, 4864, 14, 2, context=32768),
     "qwen2.5-1.5B": _qwen2(28, 1536, 8960, 12, 2, context=131072),
@@ -39,6 +51,7 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
     "qwen3-1.7B": _qwen3(28, 2048, 6144, 16),
     "qwen3-4B": _qwen3(36, 2560, 9728, 32),
     "qwen3-8B": _qwen3(36, 4096, 12288, 32, tied=False),
+    "qwen3-30B-A3B": _qwen3_moe(48, 2048, 6144, 32, experts=128, expert_ffn=768),
 }
 """The published values of the base models; the variants of a size share everything but the context."""
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from sleuth.arguments.args import Args
-from sleuth.arguments.checks import divisibility_problems, flag
+from sleuth.arguments.checks import divisibility_problems, expert_problems, flag
 from sleuth.arguments.files import read_config
 from sleuth.arguments.parser import ArgumentsError
 from sleuth.arguments.train_groups import ModelArgs
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 ArgsT = TypeVar("ArgsT", bound=Args)
 
@@ -48,7 +48,7 @@ def model_flags(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         "group_query_attention": groups < heads,
         "num_query_groups": groups,
         "kv_channels": hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
-        "qk_layernorm": kind == "qwen3",
+        "qk_layernorm": kind in ("qwen3", "qwen3_moe"),
         "add_qkv_bias": kind == "qwen2",
         "disable_bias_linear": True,
         "normalization": "RMSNorm",
@@ -57,6 +57,28 @@ def model_flags(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         "rotary_base": _rotary_base(hf_config),
         "vocab_size": hf_config["vocab_size"],
         "untie_embeddings_and_output_weights": not hf_config.get("tie_word_embeddings", False),
+        **_expert_flags(hf_config),
+    }
+
+
+def _expert_flags(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of a mixture of experts, None in a dense model."""
+    if hf_config["model_type"] != "qwen3_moe":
+        return dict.fromkeys(("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax"))
+    if hf_config.get("mlp_only_layers") or hf_config.get("decoder_sparse_step", 1) != 1:
+        raise ArgumentsError(
+            "--hf-checkpoint: expected experts in every layer, found layers without (mlp_only_layers or "
+            "decoder_sparse_step in config.json): not supported"
+        )
+    # Transformers 5 writes num_local_experts, older versions num_experts.
+    experts = hf_config.get("num_local_experts") or hf_config.get("num_experts")
+    if experts is None:
+        raise ArgumentsError("--hf-checkpoint: expected num_local_experts or num_experts in config.json, found neither")
+    return {
+        "num_experts": experts,
+        "moe_router_topk": hf_config["num_experts_per_tok"],
+        "moe_ffn_hidden_size": hf_config["moe_intermediate_size"],
+        "moe_router_pre_softmax": not hf_config.get("norm_topk_prob", False),
     }
 
 
@@ -86,6 +108,7 @@ def check_model(args: ArgsT, hf_config: Mapping[str, Any]) -> ArgsT:
         layers=from_config["num_layers"],
         widths={name: from_config[name] for name in ("hidden_size", "ffn_hidden_size", "vocab_size")},
     )
+    problems += expert_problems(args, from_config["num_experts"], from_config["moe_ffn_hidden_size"])
     longest = hf_config.get("max_position_embeddings")
     context = args.rollout_max_context_len
     if longest and context and context > longest:

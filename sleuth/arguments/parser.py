@@ -45,7 +45,6 @@ HOOK_KEYS = (
 UNSUPPORTED = {
     "partial_rollout": "partial rollouts are not supported yet; every trajectory is finished in its own step",
     "over_sampling_batch_size": "over-sampling is not supported yet; use --dynamic-sampling-filter-path alone",
-    "update_weights_interval": "asynchronous rollouts are not supported yet; weights are synchronised after every step",
     "async_rollout": "asynchronous rollouts are not supported yet; each step's rollout precedes its training",
     "max_policy_lag": "asynchronous rollouts are not supported yet; the policy lag is always 0",
     "lora_rank": "LoRA is not supported yet; all parameters are trained",
@@ -65,9 +64,12 @@ UNSUPPORTED = {
     "loss_mask_type": "the loss mask is exactly what the model generated; there is no other",
     "multi_latent_attention": "multi-latent attention is not supported",
     "position_embedding_type": "only rotary position embeddings are supported: --use-rotary-position-embeddings",
-    "moe_grouped_gemm": "mixtures of experts are not supported yet; use a dense model",
-    "moe_layer_freq": "mixtures of experts are not supported yet; use a dense model",
-    "moe_router_load_balancing_type": "mixtures of experts are not supported yet; use a dense model",
+    "moe_grouped_gemm": "not supported yet: the experts of a GPU are computed one after the other; leave it out",
+    "moe_layer_freq": "every layer of a mixture of experts has experts; leave it out",
+    "moe_router_load_balancing_type": "the router is trained by the loss alone, as if this were none; leave it out",
+    "moe_aux_loss_coeff": "the router is trained by the loss alone, as if this were 0; leave it out",
+    "moe_token_dispatcher_type": "it is always alltoall; leave it out",
+    "moe_router_score_function": "it is always softmax; leave it out",
     "virtual_pipeline_model_parallel_size": "interleaved pipelines are not supported yet",
     "num_layers_per_virtual_pipeline_stage": "interleaved pipelines are not supported yet",
 }

@@ -92,9 +92,11 @@ class ParallelArgs(Group):
     sequence_parallel: bool = Field(False, description="Also split the norms' activations over those GPUs.")
     pipeline_model_parallel_size: PositiveInt = Field(1, description="Stages that share the layers.")
     context_parallel_size: PositiveInt = Field(1, description="GPUs that share each sequence.")
-    expert_model_parallel_size: PositiveInt = Field(1, description="Only 1: mixtures of experts are not supported yet.")
+    expert_model_parallel_size: PositiveInt = Field(
+        1, description="GPUs that share the experts of a layer, each holding some (mixtures of experts only)."
+    )
     expert_tensor_parallel_size: PositiveInt = Field(
-        1, description="Only 1: mixtures of experts are not supported yet."
+        1, description="GPUs that share each matrix of an expert (mixtures of experts only)."
     )
     recompute_granularity: Literal["full", "selective"] | None = Field(
         None, description="Recompute activations in the backward pass: whole layers, or attention only [nothing]."
@@ -167,8 +169,9 @@ class ModelArgs(Group):
     rotary_base: PositiveFloat | None = Field(None, description="Their base (theta).")
     vocab_size: PositiveInt | None = Field(None, description="Rows of the embedding, before padding.")
     untie_embeddings_and_output_weights: bool | None = Field(None, description="The output layer has its own matrix.")
-    num_experts: PositiveInt | None = Field(None, description="Refused: mixtures of experts are not supported yet.")
-    moe_router_topk: PositiveInt | None = Field(None, description="Refused: mixtures of experts are not supported yet.")
-    moe_ffn_hidden_size: PositiveInt | None = Field(
-        None, description="Refused: mixtures of experts are not supported yet."
+    num_experts: PositiveInt | None = Field(None, description="Experts of each layer (Qwen3-MoE).")
+    moe_router_topk: PositiveInt | None = Field(None, description="Experts that see a token.")
+    moe_ffn_hidden_size: PositiveInt | None = Field(None, description="Width of one expert.")
+    moe_router_pre_softmax: bool | None = Field(
+        None, description="Weights of a token's experts need not sum to 1: the softmax is over all experts."
     )

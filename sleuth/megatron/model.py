@@ -69,6 +69,7 @@ class ModelShape:
     num_experts: int | None = None
     moe_router_topk: int | None = None
     moe_ffn_hidden_size: int | None = None
+    moe_router_pre_softmax: bool | None = None
 
     @classmethod
     def from_hf(cls, folder: Path) -> ModelShape:
@@ -102,14 +103,12 @@ def transformer_config(args: Any, shape: ModelShape) -> TransformerConfig:
     engine = transformer_engine_available()
     experts: dict[str, Any] = {}
     if shape.num_experts:
-        if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
-            raise ValueError("--tensor-model-parallel-size above 1 needs --sequence-parallel in a mixture of experts")
         experts = {
             "num_moe_experts": shape.num_experts,
             "moe_router_topk": shape.moe_router_topk,
             "moe_ffn_hidden_size": shape.moe_ffn_hidden_size,
             "moe_router_load_balancing_type": "none",
-            "moe_router_pre_softmax": False,
+            "moe_router_pre_softmax": bool(shape.moe_router_pre_softmax),
             "moe_grouped_gemm": False,
         }
     return TransformerConfig(
