@@ -50,6 +50,8 @@ class StopReason(StrEnum):
 
 
 Source = Literal["model", "observation", "correction"]
+MAX_LOG_PROB = 1e-3
+"""Above 0 by rounding only, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +94,9 @@ class TokenTrace:
         """
         if len(ids) != len(log_probs):
             raise ValueError(f"expected one log-probability a token, found {len(log_probs)} for {len(ids)} tokens")
-        for position, value in enumerate(log_probs):
-            if not math.isfinite(value) or value > 1e-3:
-                raise ValueError(f"expected log-probabilities <= 0, found {value} at token {position} of a turn")
+        if log_probs and not (math.isfinite(sum(log_probs)) and max(log_probs) <= MAX_LOG_PROB):
+            wrong = next(i for i, value in enumerate(log_probs) if not -math.inf < value <= MAX_LOG_PROB)
+            raise ValueError(f"expected log-probabilities <= 0, found {log_probs[wrong]} at token {wrong} of a turn")
         self._append("model", ids, 1, log_probs)
 
     def append_observation(self, ids: Sequence[int], source: Source = "observation") -> None:
@@ -146,7 +148,8 @@ class TrainSample:
 
     `token_ids` [T]: prompt and response. The other lists are [R], one entry for each of the last
     R = T - prompt_length tokens: `loss_mask` (0 or 1; any weight >= 0 in supervised training),
-    `rollout_log_probs` (nats, from the engine; empty in supervised training) and `advantages`.
+    `rollout_log_probs` (nats, from the engine; empty in supervised training) and `advantages`. `reward` and `index`,
+    the sample's place in its step (group after group), are for trainers that make advantages themselves.
     """
 
     token_ids: list[int]
@@ -154,6 +157,8 @@ class TrainSample:
     loss_mask: list[float]
     rollout_log_probs: list[float] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
+    reward: float = 0.0
+    index: int = -1
 
     def __post_init__(self) -> None:
         response = len(self.token_ids) - self.prompt_length

@@ -69,7 +69,8 @@ FLAGS = """\
 --num-attention-heads --use-rotary-position-embeddings --disable-bias-linear --add-qkv-bias --normalization
 --norm-epsilon --rotary-base --group-query-attention --num-query-groups --vocab-size --kv-channels --qk-layernorm
 --untie-embeddings-and-output-weights --num-experts --moe-router-topk --moe-ffn-hidden-size
---moe-router-pre-softmax
+--moe-router-pre-softmax --kl-coef --kl-penalty-type --overlong-buffer-len --overlong-penalty-factor
+--score-old-log-probs
 """
 
 
@@ -226,6 +227,9 @@ def test_the_name_of_an_environment_variable_is_no_secret(tmp_path: Path):
             ["--expert-model-parallel-size", "2"],
             ["expert x expert-tensor x pipeline parallelism = 2 x 1 x 1 = 2 must divide the 1 training GPUs"],
         ),
+        (["--kl-coef", "0.01"], ["--kl-coef needs the frozen reference", "or drop --kl-coef"]),
+        (["--overlong-penalty-factor", "2"], ["no effect without --overlong-buffer-len"]),
+        (["--overlong-buffer-len", "600"], ["--overlong-buffer-len <= --rollout-max-response-len", "600 > 512"]),
         (["--moe-grouped-gemm"], ["one after the other", "leave it out"]),
         (["--attention-dropout", "0.1"], ["expected 0", "found 0.1"]),
         (["--no-attention-softmax-in-fp32"], ["--no-attention-softmax-in-fp32: not supported"]),

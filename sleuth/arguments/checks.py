@@ -196,11 +196,13 @@ def expert_problems(args: Args, experts: int | None, width: int | None) -> Itera
 
 
 def _loss(args: Args) -> Iterator[str]:
-    if args.use_kl_loss and args.ref_load is None:
-        yield (
-            "--use-kl-loss needs the frozen reference, found no --ref-load; convert the model with "
-            "tools/convert_hf_to_torch_dist.py and pass its folder as --ref-load, or drop --use-kl-loss"
-        )
+    for name in ("use_kl_loss", "kl_coef"):
+        if getattr(args, name) and args.ref_load is None:
+            yield (
+                f"{flag(name)} needs the frozen reference, found no --ref-load; convert the model with "
+                f"tools/convert_hf_to_torch_dist.py and pass its folder as --ref-load, or drop {flag(name)}"
+            )
+    yield from _overlong(args)
     if args.loss_type == "policy" and not args.custom_rm_path:
         yield "--custom-rm-path is required: name the reward hook, for example generate_with_search.reward_func"
     estimator = args.advantage_estimator
@@ -224,13 +226,24 @@ def _loss(args: Args) -> Iterator[str]:
     if args.min_lr > args.lr:
         yield f"expected --min-lr <= --lr, found {args.min_lr} > {args.lr}; lower --min-lr"
     if args.loss_type == "sft":
-        for name in ("use_kl_loss", "use_tis"):
+        for name in ("use_kl_loss", "use_tis", "kl_coef", "overlong_buffer_len", "score_old_log_probs"):
             if getattr(args, name):
                 yield f"{flag(name)} has no effect with --loss-type sft; drop it"
         if args.n_samples_per_prompt != 1:
             yield f"--loss-type sft: expected --n-samples-per-prompt 1, found {args.n_samples_per_prompt}; drop it"
     elif args.label_smoothing:
         yield "--label-smoothing has an effect only with --loss-type sft; drop it"
+
+
+def _overlong(args: Args) -> Iterator[str]:
+    buffer, limit = args.overlong_buffer_len, args.rollout_max_response_len
+    if buffer is None:
+        if "overlong_penalty_factor" in args.model_fields_set:
+            yield "--overlong-penalty-factor has no effect without --overlong-buffer-len; add it or drop the factor"
+    elif buffer > limit:
+        yield (
+            f"expected --overlong-buffer-len <= --rollout-max-response-len, found {buffer} > {limit}; lower the former"
+        )
 
 
 def _slices(args: Args) -> Iterator[str]:

@@ -42,7 +42,28 @@ class LossArgs(Group):
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field(
         "low_var_kl", description="Estimator of the KL divergence; low_var_kl is k3, clamped."
     )
+    kl_coef: NonNegativeFloat = Field(
+        0.0,
+        description="KL penalty in the reward: this times the sum over a sample's trained tokens of the KL estimate "
+        "between the policy, as it was before the step, and the reference is subtracted before advantages.",
+    )
+    kl_penalty_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field(
+        "k1", description="Estimator of the KL divergence in --kl-coef's penalty."
+    )
     entropy_coef: NonNegativeFloat = Field(0.0, description="Coefficient of the entropy bonus.")
+    overlong_buffer_len: PositiveInt | None = Field(
+        None,
+        description="Overlong shaping (DAPO): the reward falls linearly over the last so many tokens before "
+        "--rollout-max-response-len, by the longest turn of a trajectory [off].",
+    )
+    overlong_penalty_factor: NonNegativeFloat = Field(
+        1.0, description="What is subtracted from the reward of a trajectory with a turn of that full length."
+    )
+    score_old_log_probs: bool = Field(
+        False,
+        description="Compute the log-probabilities of the policy before the step in a pass of their own also where "
+        "a step has one optimizer step, whose first forward pass gives the same ones.",
+    )
     calculate_per_token_loss: bool = Field(
         False, description="Mean over the tokens of an optimizer step, not over samples of their token means."
     )

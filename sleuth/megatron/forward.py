@@ -37,6 +37,7 @@ class MicroBatch:
     positions whose token has a weight in the loss. The tensors [n] below are about those tokens.
     """
 
+    samples: Sequence[TrainSample]
     packed: PackedBatch
     local: PackedBatch
     index: Tensor
@@ -63,7 +64,7 @@ class MicroBatch:
         weights = step.token_weights(packed, per_token=per_token)[index]
         selected = weights.nonzero().squeeze(1)
         weights = weights[selected].to(where)
-        return cls(packed, packed.slice(index).to(where), index, selected.to(where), weights, weights)
+        return cls(samples, packed, packed.slice(index).to(where), index, selected.to(where), weights, weights)
 
     def of_selected(self, row: Tensor) -> Tensor:
         """Values [t] of this rank's part -> those of the selected tokens [n]."""

@@ -101,7 +101,7 @@ class _Policy:
         metrics["pg_loss"] = pg_loss.detach()
         if batch.ref_log_probs is not None:
             kl = weighted_sum(kl_estimate(log_probs, batch.ref_log_probs, args.kl_loss_type), weights)
-            loss = loss + args.kl_loss_coef * kl
+            loss = loss + args.kl_loss_coef * kl if args.use_kl_loss else loss
             metrics["kl_loss"] = kl.detach()
         return loss, metrics | {"loss": loss.detach()}
 

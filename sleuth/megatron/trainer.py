@@ -26,6 +26,7 @@ from sleuth.algo.batch import OptimizerStepBatch
 from sleuth.megatron import device, parallel
 from sleuth.megatron.checkpoint import Checkpoints, load_weights
 from sleuth.megatron.forward import MicroBatch, finalize_gradients, run_model, score
+from sleuth.megatron.kl_penalty import penalise
 from sleuth.megatron.logprobs import HeadOptions
 from sleuth.megatron.model import (
     ModelShape,
@@ -57,7 +58,7 @@ class Trainer:
         self.model = build_model(args, self.shape, config)
         self.weights = WeightMap(self.model, self.shape)
         self._load_initial_weights()
-        self._reference = Reference(self.model) if args.use_kl_loss and args.loss_type == "policy" else None
+        self._reference = Reference(self.model) if args.use_kl_loss or args.kl_coef else None
 
         wrapped = Float16Module(config, self.model) if resolve_dtype(args.dtype) == torch.bfloat16 else self.model
         self._ddp = DistributedDataParallel(
@@ -99,11 +100,12 @@ class Trainer:
             [MicroBatch.build(samples, step, multiple=multiple, per_token=per_token) for samples in step.micro_batches]
             for step in steps
         ]
+        metrics: dict[str, float] = {}
         if self.args.loss_type == "policy":
-            self._score_before_training(plan)
+            metrics = self._prepare(plan, sum(step.num_samples for step in steps))
         results = [self._optimizer_step(batches) for batches in plan]
-        names = sorted(set().union(*results))
-        return {f"train/{name}": sum(r[name] for r in results) / len(results) for name in names}
+        metrics |= {name: sum(r[name] for r in results) / len(results) for name in set().union(*results)}
+        return {f"train/{name}": metrics[name] for name in sorted(metrics)}
 
     def log_probs(self, token_ids: list[int], temperature: float) -> list[float]:
         """Log-probabilities in nats of tokens 1 .. T-1 of a sequence at `temperature` (0: unscaled, as engines do)."""
@@ -145,10 +147,20 @@ class Trainer:
         else:
             self.steps_done, self.rollout_state = resumed
 
+    def _prepare(self, plan: list[list[MicroBatch]], num_samples: int) -> dict[str, float]:
+        """What must be known before the weights change: log-probabilities, and advantages that depend on them."""
+        self._score_before_training(plan)
+        if not self.args.kl_coef:
+            return {}
+        metrics: dict[str, float] = {}
+        if parallel.is_last_stage():
+            metrics = penalise(self.args, [batch for step in plan for batch in step], num_samples)
+        return self._from_last_stage(metrics)
+
     def _score_before_training(self, plan: list[list[MicroBatch]]) -> None:
         """Log-probabilities that training will compare with: the reference's, and the policy's own before it changes.
 
-        With one optimizer step the latter are those of its own forward pass.
+        With one optimizer step the latter are those of its own forward pass, unless they are needed before.
         """
         batches = [batch for step in plan for batch in step]
         options = HeadOptions(self.args.rollout_temperature, self.args.log_probs_chunk_size)
@@ -156,7 +168,7 @@ class Trainer:
             with self._reference.in_place():
                 for batch, values in zip(batches, score(self._ddp, batches, options), strict=True):
                     batch.ref_log_probs = values
-        if len(plan) > 1 or self._hook:
+        if len(plan) > 1 or self._hook or self.args.kl_coef or self.args.score_old_log_probs:
             for batch, values in zip(batches, score(self._ddp, batches, options), strict=True):
                 batch.old_log_probs = values
 

@@ -32,6 +32,7 @@ REWARD = (
     Metric("reward/valid_format", "share", "trajectories that keep the tag protocol"),
     Metric("reward/retrieval_hit", "share", "trajectories in which a retrieved passage holds an accepted answer"),
     Metric("reward/f1", "", "mean token F1 against the nearest accepted answer"),
+    Metric("reward/overlong_penalty", "", "what overlong shaping adds, part of the reward (`--overlong-buffer-len`)"),
     Metric("reward/answered", "share", "trajectories that give an answer"),
     Metric("reward/<component>", "", "mean of any other component that the reward hook returns"),
 )
@@ -44,6 +45,7 @@ ROLLOUT = (
     ),
     Metric("rollout/failed_samples", "samples", "trajectories that the engine or the environment failed; replaced"),
     Metric("rollout/filtered_groups", "groups", "prompts that the dynamic sampling filter rejected; replaced"),
+    Metric("rollout/overlong_samples", "samples", "trajectories that overlong shaping penalised"),
     Metric("rollout/prompt_length/mean", "tokens", "mean prompt length"),
     Metric("rollout/response_length/mean", "tokens", "mean response length, observations included"),
     Metric("rollout/response_length/max", "tokens", "longest response"),
@@ -107,6 +109,7 @@ TRAINING = (
     ),
     Metric("train/pg_loss", "", "policy-gradient part of the loss"),
     Metric("train/kl_loss", "nats", "KL estimate against the reference (`--kl-loss-type`), before its coefficient"),
+    Metric("train/kl_penalty", "", "mean of what the KL penalty in the reward subtracts from a sample's (`--kl-coef`)"),
     Metric("train/entropy", "nats", "entropy of the policy"),
     Metric("train/clip_fraction", "share", "tokens whose ratio was clipped"),
     Metric("train/ratio_mean", "", "new over old probability"),

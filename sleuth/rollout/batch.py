@@ -19,21 +19,24 @@ def train_samples(args: Args, groups: list[list[Sample]]) -> list[TrainSample]:
         torch.tensor([[sum(sample.trace.loss_mask) for sample in group] for group in groups], dtype=torch.float64),
         normalize_std=not args.disable_grpo_std_normalization,
     )
+    samples = [sample for group in groups for sample in group]
     return [
-        _train_sample(sample, advantage)
-        for group, row in zip(groups, advantages.tolist(), strict=True)
-        for sample, advantage in zip(group, row, strict=True)
+        _train_sample(sample, advantage, index)
+        for index, (sample, advantage) in enumerate(zip(samples, advantages.flatten().tolist(), strict=True))
     ]
 
 
-def _train_sample(sample: Sample, advantage: float) -> TrainSample:
+def _train_sample(sample: Sample, advantage: float, index: int) -> TrainSample:
     trace = sample.trace
+    assert sample.reward is not None, "what is trained on was scored"
     return TrainSample(
         token_ids=trace.token_ids,
         prompt_length=len(trace.prompt_ids),
         loss_mask=[float(m) for m in trace.loss_mask],
         rollout_log_probs=list(trace.log_probs),
         advantages=[advantage] * len(trace.response_ids),
+        reward=sample.reward,
+        index=index,
     )
 
 

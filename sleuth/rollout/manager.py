@@ -25,6 +25,7 @@ from sleuth.rollout.batch import shard_batch, train_samples
 from sleuth.rollout.context import RolloutContext, use_rollout_context
 from sleuth.rollout.engine_client import EngineClient, embedding_size
 from sleuth.rollout.loop import GenerationLoop, load_hooks
+from sleuth.rollout.shaping import shape_rewards
 from sleuth.search import drain_search_metrics
 
 PROBE_TOKENS = 256
@@ -70,7 +71,8 @@ class RolloutManager:
         rollout = self._run(self.loop.rollout(self.stream.next_groups))
         seconds = time.perf_counter() - start
         samples = rollout.samples
-        metrics = rollout_metrics(samples, rollout.failed) | drain_search_metrics()
+        shaping = shape_rewards(self.args, samples)
+        metrics = shaping | rollout_metrics(samples, rollout.failed) | drain_search_metrics()
         metrics["rollout/filtered_groups"] = float(rollout.filtered_groups)
         metrics["perf/rollout_tokens_per_second"] = sum(sum(s.trace.loss_mask) for s in samples) / seconds
         self._write_trajectories(f"step_{step:07d}", samples)
