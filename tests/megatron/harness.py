@@ -8,12 +8,13 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty
 from typing import Any
 
+import numpy as np
 import torch
 import torch.multiprocessing as mp
 
@@ -71,15 +72,19 @@ def make_args(folder: Path | str, world: int = 1, **flags: Any) -> Args:
     defaults: dict[str, Any] = {"lr": 1e-2, "adam_eps": 1e-4, "weight_decay": 0.1, "cpu_threads_per_actor": 1}
     if flags.get("loss_type") != "sft":
         defaults |= {"colocate": True, "custom_rm_path": "a.b", "n_samples_per_prompt": 4}
-    defaults |= {"rollout_batch_size": 2 if "colocate" in defaults else 8}
+    defaults |= {"rollout_batch_size": 3 if "colocate" in defaults else 12}
     for name, value in (defaults | flags).items():
         flag = "--" + name.replace("_", "-")
         words += [flag] if value is True else [] if value is False else [flag, str(value)]
     return parse_args(words)
 
 
-def make_samples(count: int = 8, *, sft: bool = False, seed: int = 0) -> list[TrainSample]:
-    """Ragged samples with observations inside. One has no trained token, one trains only its last token."""
+def make_samples(count: int = 12, *, sft: bool = False, seed: int = 0) -> list[TrainSample]:
+    """Ragged samples with observations inside, in groups of four, with every odd thing that a step may hold.
+
+    Sample 1 has no trained token, sample 2 trains only its last token, sample 3 has a response of one token, and all
+    rewards of the third group are equal: its advantages are 0.
+    """
     rng = torch.Generator().manual_seed(seed)
 
     def integer(low: int, high: int) -> int:
@@ -88,21 +93,26 @@ def make_samples(count: int = 8, *, sft: bool = False, seed: int = 0) -> list[Tr
     samples = []
     for index in range(count):
         length, prompt = integer(9, 30), 1 if sft else integer(1, 6)
+        if index == 3:
+            prompt = length - 1
         response = length - prompt
         mask = (torch.rand(response, generator=rng) > 0.3).float()
         if index == 1:
             mask.zero_()
-        if index == 2:
+        if index in (2, 3):
             mask.zero_()[-1] = 1.0
         if sft:
             mask *= 1.0 + (index % 3) * 0.5
+        advantage = float(torch.randn(1, generator=rng)) * (index // 4 != 2)
         samples.append(
             TrainSample(
                 torch.randint(0, VOCABULARY, (length,), generator=rng).tolist(),
                 prompt,
                 mask.tolist(),
                 [] if sft else (-4.5 + torch.randn(response, generator=rng)).mul(mask).tolist(),
-                [] if sft else [float(torch.randn(1, generator=rng))] * response,
+                [] if sft else [advantage] * response,
+                reward=advantage,
+                index=index,
             )
         )
     return samples
@@ -138,30 +148,46 @@ class Reference:
         with torch.no_grad():
             old = {id(s): hf_statistics(self.model, s, temperature)[:, 0] for step in steps for s in step}
             ref = {id(s): hf_statistics(self.frozen, s, temperature)[:, 0] for step in steps for s in step}
+        if self.args.kl_coef:
+            self._penalise([s for step in steps for s in step], old, ref)
         return [self._step(step, old, ref) for step in steps]
+
+    def _penalise(self, samples: list[TrainSample], old: dict[int, Any], ref: dict[int, Any]) -> None:
+        """Advantages of the rewards minus the KL penalty, normalised in groups of four."""
+        for first in range(0, len(samples), 4):
+            group = samples[first : first + 4]
+            divergences = [((old[id(s)] - ref[id(s)]) * torch.tensor(s.loss_mask)).sum().item() for s in group]
+            rewards = np.array([s.reward - self.args.kl_coef * kl for s, kl in zip(group, divergences, strict=True)])
+            spread = rewards.std(ddof=1)
+            for sample, reward in zip(group, rewards, strict=True):
+                advantage = (reward - rewards.mean()) / (spread + 1e-6) if spread else 0.0
+                sample.advantages[:] = [advantage] * len(sample.advantages)
 
     def _step(self, samples: list[TrainSample], old: dict[int, Any], ref: dict[int, Any]) -> dict[str, float]:
         args = self.args
         self.optimizer.zero_grad()
         tokens = sum(sum(s.loss_mask) for s in samples)
-        loss = torch.zeros(())
+        per_token = args.loss_type == "sft" or args.calculate_per_token_loss
+        totals: dict[str, torch.Tensor] = {}
         for sample in samples:
             mask = torch.tensor(sample.loss_mask)
             if not mask.any():
                 continue
             if args.loss_type == "sft":
                 chosen, _, mean = hf_statistics(self.model, sample, 1.0).unbind(1)
-                value = -(1 - args.label_smoothing) * chosen - args.label_smoothing * mean
+                loss = -(1 - args.label_smoothing) * chosen - args.label_smoothing * mean
+                values = {"loss": loss, "nll": -chosen}
             else:
-                value = self._policy(sample, old[id(sample)], ref[id(sample)])
-            per_token = args.loss_type == "sft" or args.calculate_per_token_loss
-            loss = loss + (value * mask).sum() / (tokens if per_token else mask.sum() * len(samples))
-        loss.backward()
+                values = self._policy(sample, old[id(sample)], ref[id(sample)])
+            for name, value in values.items():
+                share = (value * mask).sum() / (tokens if per_token else mask.sum() * len(samples))
+                totals[name] = totals.get(name, torch.zeros(())) + share
+        totals["loss"].backward()
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), args.clip_grad or torch.inf))
         self.optimizer.step()
-        return {"loss": float(loss), "grad_norm": norm}
+        return {name: float(total.detach()) for name, total in totals.items()} | {"grad_norm": norm}
 
-    def _policy(self, sample: TrainSample, old: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
+    def _policy(self, sample: TrainSample, old: torch.Tensor, ref: torch.Tensor) -> dict[str, torch.Tensor]:
         args = self.args
         chosen, entropy, _ = hf_statistics(self.model, sample, args.rollout_temperature).unbind(1)
         advantage = torch.tensor(sample.advantages)
@@ -171,15 +197,34 @@ class Reference:
         if args.use_tis:
             importance = (old - torch.tensor(sample.rollout_log_probs)).exp().clamp(args.tis_clip_low, args.tis_clip)
             value = value * importance
+        values = {"pg_loss": value, "entropy": entropy, "ratio_mean": ratio, "ppo_kl": old - chosen}
         if args.use_kl_loss:
-            value = value + args.kl_loss_coef * ((ref - chosen).exp() - 1 - (ref - chosen))
-        return value - args.entropy_coef * entropy
+            values["kl_loss"] = (ref - chosen).exp() - 1 - (ref - chosen)
+            value = value + args.kl_loss_coef * values["kl_loss"]
+        return values | {"loss": value - args.entropy_coef * entropy}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        found = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        return separate_experts(found)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        return separate_experts({name: p.detach().clone() for name, p in self.model.named_parameters()})
+
+
+def separate_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Transformers stacks the experts of a layer in memory; files, and the trainer, name each."""
+    found: dict[str, torch.Tensor] = {}
+    for name, stacked in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(stacked):
+                for part, matrix in zip(("gate", "up"), both.chunk(2), strict=True):
+                    found[name.replace("gate_up_proj", f"{expert}.{part}_proj.weight")] = matrix
+        elif name.endswith("experts.down_proj"):
+            for expert, matrix in enumerate(stacked):
+                found[name.replace("down_proj", f"{expert}.down_proj.weight")] = matrix
+        else:
+            found[name] = stacked
+    return found
 
 
 @dataclass(frozen=True)
@@ -282,16 +327,33 @@ def shares(trainer: Any, args: Args, samples: list[TrainSample], **plan: Any) ->
 def train_task(
     rank: int, world: int, folder: str, flags: dict[str, Any], plan: dict[str, Any], sft: bool = False
 ) -> dict[str, Any]:
-    """Score, then train three optimizer steps: one, and two in one call. Everything that can be compared."""
+    """Score, then train four optimizer steps: one, and three in one call. Everything that can be compared."""
     args = make_args(folder, world, **flags)
     trainer = new_trainer(args)
     samples = make_samples(sft=sft)
     out: dict[str, Any] = {"log_probs": trainer.log_probs(samples[0].token_ids, args.rollout_temperature)}
-    one = args.model_copy(update={"global_batch_size": 8})
-    out["first"] = trainer.train(shares(trainer, one, samples, **plan))
-    if not args.use_distributed_optimizer:
-        out["gradients"] = dict(trainer.weights.stage_tensors(lambda p: p.main_grad.clone()))
-    two = args.model_copy(update={"global_batch_size": 4})
-    out["second"] = trainer.train(shares(trainer, two, make_samples(sft=sft, seed=1), **plan))
+    one = args.model_copy(update={"global_batch_size": 12})
+    first = shares(trainer, one, samples, **plan)
+    out["trained tokens"] = [_trained_tokens(batch, first[0], args) for batch in first[0].micro_batches]
+    out["first"] = trainer.train(first)
+    out["first gradients"] = _gradients(trainer)
+    three = args.model_copy(update={"global_batch_size": 4})
+    out["later"] = trainer.train(shares(trainer, three, make_samples(sft=sft, seed=1), **plan))
+    out["later gradients"] = _gradients(trainer)
     out["weights"] = dict(trainer.hf_weights())
     return out
+
+
+def _gradients(trainer: Any) -> dict[str, torch.Tensor]:
+    """This pipeline stage's, after clipping; {} under the distributed optimizer, where no rank has them whole."""
+    if trainer.args.use_distributed_optimizer:
+        return {}
+    return dict(trainer.weights.stage_tensors(lambda p: p.main_grad.clone()))
+
+
+def _trained_tokens(samples: list[TrainSample], step: Any, args: Args) -> int:
+    """How many trained tokens of a micro-batch this context-parallel rank holds."""
+    from sleuth.megatron.forward import MicroBatch
+    from sleuth.megatron.parallel import length_multiple
+
+    return len(MicroBatch.build(samples, step, multiple=length_multiple(args), per_token=False).selected)
