@@ -238,7 +238,7 @@ def _loss(args: Args) -> Iterator[str]:
 def _overlong(args: Args) -> Iterator[str]:
     buffer, limit = args.overlong_buffer_len, args.rollout_max_response_len
     if buffer is None:
-        if "overlong_penalty_factor" in args.model_fields_set:
+        if args.overlong_penalty_factor != type(args).model_fields["overlong_penalty_factor"].default:
             yield "--overlong-penalty-factor has no effect without --overlong-buffer-len; add it or drop the factor"
     elif buffer > limit:
         yield (
