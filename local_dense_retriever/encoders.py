@@ -1,0 +1,259 @@
+"""Texts to embeddings: any encoder of the HF hub or a local folder, with the conventions it was trained with.
+
+An encoder's name (`e5`, `bge`, `dpr`) stands for its usual checkpoint, prefixes, pooling and normalisation. Another
+name with a `model` of its own starts from what the model's folder says (`1_Pooling`, as sentence-transformers write
+it), else from mean pooling and normalised vectors. All can be overridden.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+import transformers
+from transformers.utils import cached_file
+
+logger = logging.getLogger(__name__)
+
+Pooling = Literal["mean", "cls", "pooler"]
+
+MAX_TOKENS = 512
+"""Longest text where neither the caller nor the model says less."""
+
+
+MIN_BATCH = 8
+"""Fewer texts than this are not worth a second thread."""
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """How texts become vectors. Two configurations that are equal give embeddings that can be compared."""
+
+    model: str
+    """Checkpoint for queries, and for passages if `passage_model` is empty: a hub name or a folder."""
+    passage_model: str = ""
+    query_prefix: str = ""
+    passage_prefix: str = ""
+    passage_pair: bool = False
+    """Whether a passage's title and text go to the tokenizer as a pair, with a separator between."""
+    pooling: Pooling = "mean"
+    """mean: over the text's tokens; cls: the first token; pooler: the model's own pooled output."""
+    normalize: bool = True
+    """Whether vectors have length 1, so that inner products are cosines."""
+    max_length: int = MAX_TOKENS
+    """In tokens; what is longer is cut."""
+
+    def __post_init__(self) -> None:
+        if self.pooling not in get_args(Pooling):
+            raise ValueError(f"pooling: found {self.pooling!r}, expected one of: {', '.join(get_args(Pooling))}")
+        if self.max_length < 8:
+            raise ValueError(f"max_length: found {self.max_length}, expected at least 8 tokens")
+
+
+PRESETS = {
+    "e5": EncoderConfig("intfloat/e5-base-v2", query_prefix="query: ", passage_prefix="passage: "),
+    "bge": EncoderConfig(
+        "BAAI/bge-base-en-v1.5",
+        query_prefix="Represent this sentence for searching relevant passages: ",
+        pooling="cls",
+    ),
+    "dpr": EncoderConfig(
+        "facebook/dpr-question_encoder-single-nq-base",
+        passage_model="facebook/dpr-ctx_encoder-single-nq-base",
+        passage_pair=True,
+        pooling="pooler",
+        normalize=False,
+    ),
+}
+
+
+def encoder_config(name: str, model: str | None = None, **overrides: Any) -> EncoderConfig:
+    """The configuration of a preset, or of any `model` under another name; overrides that are None do not count.
+
+    With `dpr`, a `model` other than the preset's needs its `passage_model` too, to encode passages.
+    Raises ValueError for a name that is no preset and comes without a model.
+    """
+    given = {key: value for key, value in overrides.items() if value is not None}
+    if name in PRESETS:
+        base = PRESETS[name]
+        if model and model != base.model:
+            base = replace(base, model=model, passage_model="")
+    elif model:
+        base = EncoderConfig(model, **_own_conventions(model))
+    else:
+        raise ValueError(
+            f"no encoder is named {name!r}; expected one of: {', '.join(PRESETS)}, or any name with the model to load "
+            f"(--retriever_model, a hub name or a folder)"
+        )
+    return replace(base, **given)
+
+
+def _own_conventions(model: str) -> dict[str, Any]:
+    """Pooling, normalisation and length that a sentence-transformers checkpoint carries; empty if it is none."""
+    conventions: dict[str, Any] = {}
+    if pooling := _read_json(model, "1_Pooling/config.json"):
+        conventions["pooling"] = "cls" if pooling.get("pooling_mode_cls_token") else "mean"
+        modules = _read_json(model, "modules.json") or []
+        conventions["normalize"] = any(module["type"].endswith("Normalize") for module in modules)
+    if length := (_read_json(model, "sentence_bert_config.json") or {}).get("max_seq_length"):
+        conventions["max_length"] = int(length)
+    return conventions
+
+
+def _read_json(model: str, name: str) -> Any:
+    path = cached_file(
+        model, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    return json.loads(Path(path).read_text()) if path else None
+
+
+class Encoder:
+    """An encoder on one device. Not for several threads at once."""
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        *,
+        device: str | None = None,
+        fp16: bool | None = None,
+        batch_size: int = 64,
+        threads: int | None = None,
+    ) -> None:
+        """`device`: None takes a GPU if there is one. `fp16`: None means on GPUs. `batch_size`: texts a forward.
+
+        `threads`: CPU threads, each with batches of its own; None takes as many as torch would. The passage model of
+        a pair like DPR's is loaded when the first passage is encoded. Raises ValueError if the model cannot be loaded
+        or does not fit `config`.
+        """
+        self.config = config
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device: found {device!r}, but torch sees no GPU here; expected cpu")
+        self.dtype = torch.float16 if (self.device.type != "cpu" if fp16 is None else fp16) else torch.float32
+        self.batch_size = batch_size
+        # Several threads within one forward wait for each other at every operation: on a busy machine that is many
+        # times slower than one thread. Batches side by side wait for nothing.
+        self._threads = 1 if self.device.type != "cpu" else threads or torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(self._threads, "encode", initializer=torch.set_num_threads, initargs=(1,))
+        self._queries = _Tower(config.model, config, self.device, self.dtype)
+        self._passages = None if config.passage_model else self._queries
+        self.dimension = self._queries.dimension
+
+    def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
+        """Embeddings [n, dimension] of queries, float32, in the order of the texts."""
+        return self._encode(self._queries, [self.config.query_prefix + text for text in texts])
+
+    def encode_passages(self, contents: Sequence[str]) -> np.ndarray:
+        """Embeddings [n, dimension] of passages' contents, float32."""
+        if self._passages is None:
+            self._passages = _Tower(self.config.passage_model, self.config, self.device, self.dtype)
+        prefix = self.config.passage_prefix
+        if not self.config.passage_pair:
+            return self._encode(self._passages, [prefix + text for text in contents])
+        titles, texts = zip(*map(_title_and_text, contents), strict=True) if contents else ((), ())
+        return self._encode(self._passages, [prefix + title for title in titles], list(texts))
+
+    def _encode(self, tower: _Tower, texts: list[str], pairs: list[str] | None = None) -> np.ndarray:
+        embeddings = np.empty((len(texts), self.dimension), np.float32)
+        ids = tower.tokenize(texts, pairs)
+
+        def forward(rows: np.ndarray) -> None:
+            embeddings[rows] = tower.forward([ids[row] for row in rows]).cpu().numpy()
+
+        share = max(MIN_BATCH, math.ceil(len(texts) / self._threads))
+        list(self._pool.map(forward, _by_length(ids, min(self.batch_size, share))))
+        return embeddings
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration as JSON, to be kept beside embeddings."""
+        return asdict(self.config)
+
+
+def _title_and_text(contents: str) -> tuple[str, str]:
+    title, _, text = contents.partition("\n")
+    return title.strip('"'), text
+
+
+def _by_length(ids: Sequence[Sequence[int]], batch_size: int) -> Iterator[np.ndarray]:
+    """Rows in batches of texts of similar length, which pad little; the longest first, so that memory fails early."""
+    order = np.argsort([-len(row) for row in ids], kind="stable")
+    return (order[start : start + batch_size] for start in range(0, len(order), batch_size))
+
+
+class _Tower:
+    """A tokenizer and a model."""
+
+    def __init__(self, name: str, config: EncoderConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self._config = config
+        self._device = device
+        self._model = _load_model(name, config.pooling, dtype).to(device).eval()
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        self._limit = min(config.max_length, self._tokenizer.model_max_length)
+        self._pad = self._tokenizer.pad_token_id or 0
+        self.dimension = self.forward(self.tokenize(["x"])).shape[1]
+
+    def tokenize(self, texts: list[str], pairs: list[str] | None = None) -> list[list[int]]:
+        if not texts:
+            return []
+        options = {"truncation": True, "max_length": self._limit, "return_attention_mask": False}
+        return self._tokenizer(texts, pairs, **options)["input_ids"]
+
+    @torch.inference_mode()
+    def forward(self, ids: Sequence[Sequence[int]]) -> torch.Tensor:
+        """[B, dimension] float32 for B token lists of any lengths."""
+        lengths = torch.tensor([len(row) for row in ids])
+        longest = int(lengths.max())
+        padded = torch.tensor([[*row, *[self._pad] * (longest - len(row))] for row in ids])
+        mask = (torch.arange(longest) < lengths[:, None]).long().to(self._device)
+        output = self._model(input_ids=padded.to(self._device), attention_mask=mask)
+        vectors = _pool(output, mask, self._config.pooling).float()
+        return torch.nn.functional.normalize(vectors, dim=-1) if self._config.normalize else vectors
+
+
+def _pool(output: Any, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:
+    """One vector a text [B, d] from hidden states [B, T, d]; `mask` [B, T] is 1 on the text's tokens."""
+    if pooling == "pooler":
+        return output.pooler_output
+    hidden = output.last_hidden_state
+    if pooling == "cls":
+        return hidden[:, 0]
+    weights = mask.unsqueeze(-1).float()
+    return (hidden.float() * weights).sum(1) / weights.sum(1)
+
+
+def _load_model(name: str, pooling: Pooling, dtype: torch.dtype) -> Any:
+    """The model, refused if some of its weights are not in the checkpoint: they would be random."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+        family = _model_class(config)
+        model, report = family.from_pretrained(name, dtype=dtype, output_loading_info=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"cannot load the encoder {name!r}: {str(error).splitlines()[0]}; expected a hub name that can be "
+            f"downloaded or a folder with config.json, weights and tokenizer (--retriever_model)"
+        ) from error
+    missing = [key for key in report["missing_keys"] if "position_ids" not in key]
+    if pooling != "pooler":
+        missing = [key for key in missing if not key.startswith("pooler.")]
+    if missing:
+        raise ValueError(
+            f"the encoder {name!r} lacks {len(missing)} of its {type(model).__name__}'s weights ({missing[0]}, ...), "
+            f"which would be random; with missing pooler weights take --pooling mean or cls"
+        )
+    return model
+
+
+def _model_class(config: Any) -> Any:
+    """AutoModel, but for DPR, whose two models AutoModel does not tell apart."""
+    architectures = getattr(config, "architectures", None) or [""]
+    if config.model_type == "dpr" and architectures[0].startswith("DPR"):
+        return getattr(transformers, architectures[0])
+    return transformers.AutoModel
