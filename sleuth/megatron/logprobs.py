@@ -1,18 +1,22 @@
 """Log-probabilities from hidden states, without ever holding all logits: chunked and vocabulary-parallel.
 
 The output layer is the largest activation of a language model: T tokens by V words. Here it is computed a
-chunk of tokens at a time, only for the tokens that matter, and again in the backward pass (unless it is small
-enough to keep). With z = logits / temperature, sharded over the tensor-parallel ranks, each token gets
+chunk of tokens at a time into one buffer, only for the tokens that matter, and again in the backward pass (unless it
+is small enough to keep). With z = logits / temperature, sharded over the tensor-parallel ranks, each token gets
 
     log p(y)    with log p_v = z_v - lse(z)
     entropy     = -sum_v p_v log p_v
     mean        = sum_v log p_v / V         for label smoothing
 
 and d/dz_v of them: 1[v = y] - p_v;  -p_v (log p_v + entropy);  1 / V - p_v.
+
+Elementwise work goes through the buffer a block of rows at a time, so that its intermediates are small and, on
+a CPU, stay in the cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Up to this size, all words' log-probabilities are kept for the backward pass: recomputing costs a third of the layer.
+# Up to this size, all logits are kept for the backward pass: recomputing costs a third of the layer.
 _KEEP_BYTES = 512 * 2**20
+# Logits of a block of rows: small enough for a CPU's cache, large enough for a GPU to be busy.
+_CPU_BLOCK, _GPU_BLOCK = 2**19, 2**26
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,30 +68,38 @@ class _TokenStatistics(torch.autograd.Function):
         group: dist.ProcessGroup,
         keep: bool,
     ) -> Tensor:
-        start = weight.shape[0] * group.rank()
-        out = torch.zeros(targets.numel(), 3, dtype=torch.float32, device=hidden.device)
-        kept = []
-        for chunk in _chunks(targets.numel(), options.chunk_size):
-            log_p = _log_probs(hidden[chunk], weight, options.temperature, group)
-            _statistics(log_p, targets[chunk] - start, out[chunk], options, group)
-            if keep:
-                kept.append(log_p)
-        ctx.options, ctx.start, ctx.group = options, start, group
-        ctx.save_for_backward(hidden, weight, targets, out, *kept)
+        total, width = targets.numel(), weight.shape[0]
+        targets = targets - width * group.rank()  # relative to this rank's rows
+        buffer = _buffer(total if keep else min(total, options.chunk_size), weight)
+        local = hidden.new_zeros(5, total, dtype=torch.float32)
+        for chunk in _slices(total, options.chunk_size):
+            logits = buffer[chunk] if keep else buffer[: chunk.stop - chunk.start]
+            _logits(hidden[chunk], weight, logits)
+            for rows in _blocks(logits):
+                at = slice(chunk.start + rows.start, chunk.start + rows.stop)
+                _summarize(logits[rows], targets[at], local[:, at], options)
+        out, lse = _combine(local, targets, width, options, group)
+        ctx.options, ctx.vocabulary, ctx.logits = options, width * group.size(), buffer if keep else None
+        ctx.save_for_backward(hidden, weight, targets, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        hidden, weight, targets, out, *kept = ctx.saved_tensors
+        hidden, weight, targets, out, lse = ctx.saved_tensors
+        kept, ctx.logits = ctx.logits, None  # overwritten below
         options: HeadOptions = ctx.options
+        total = targets.numel()
+        buffer = _buffer(min(total, options.chunk_size), weight) if kept is None else kept
         grad_hidden = torch.empty_like(hidden)
         # Accumulated in float32, as megatron accumulates gradients.
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        vocabulary = weight.shape[0] * ctx.group.size()
-        for number, chunk in enumerate(_chunks(targets.numel(), options.chunk_size)):
-            log_p = kept[number] if kept else _log_probs(hidden[chunk], weight, options.temperature, ctx.group)
-            targets_here = targets[chunk] - ctx.start
-            grad = _logit_gradient(log_p, out[chunk], targets_here, grad_out[chunk], options, vocabulary)
+        for chunk in _slices(total, options.chunk_size):
+            grad = buffer[: chunk.stop - chunk.start] if kept is None else kept[chunk]
+            if kept is None:
+                _logits(hidden[chunk], weight, grad)
+            for rows in _blocks(grad):
+                at = slice(chunk.start + rows.start, chunk.start + rows.stop)
+                _to_gradient(grad[rows], lse[at], out[at], targets[at], grad_out[at], options, ctx.vocabulary)
             grad = grad.to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[chunk])
             if grad.dtype == torch.float32:
@@ -95,31 +109,52 @@ class _TokenStatistics(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
-def _chunks(total: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+def _slices(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
-def _log_probs(hidden: Tensor, weight: Tensor, temperature: float, group: dist.ProcessGroup) -> Tensor:
-    """[n, H] -> this rank's float32 log-probabilities [n, V / tp]"""
-    logits = (hidden @ weight.t()).float()
-    if temperature != 1.0:
-        logits.div_(temperature)
-    if group.size() == 1:
-        return torch.log_softmax(logits, 1)
-    return logits.sub_(_log_sum_exp(torch.logsumexp(logits, 1), group).unsqueeze(1))
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """The rows of a chunk [n, V / tp] in blocks."""
+    size = _GPU_BLOCK if logits.is_cuda else _CPU_BLOCK
+    return _slices(len(logits), max(1, size // logits.shape[1]))
 
 
-def _log_sum_exp(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """log(sum over ranks of exp(values))"""
-    largest = values.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return largest + torch.log(_sum(torch.exp(values - largest), group))
+def _buffer(rows: int, weight: Tensor) -> Tensor:
+    return torch.empty(rows, weight.shape[0], dtype=torch.float32, device=weight.device)
 
 
-def _sum(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    if group.size() > 1:
-        dist.all_reduce(values, group=group)
-    return values
+def _logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+    """[n, H] -> `out`: this rank's float32 logits [n, V / tp]."""
+    if hidden.dtype == torch.float32:
+        torch.mm(hidden, weight.t(), out=out)
+    else:
+        out.copy_(hidden @ weight.t())
+
+
+_LARGEST, _SUM_EXP, _SUM_EXP_Z, _TARGET, _SUM = range(5)
+
+
+def _summarize(logits: Tensor, targets: Tensor, out: Tensor, options: HeadOptions) -> None:
+    """Fill `out` [5, n] from this rank's logits [n, V / tp].
+
+    Besides the largest of them, with z what the others are below it: sum exp(z), sum z exp(z), the target's z (0 where
+    it belongs to another rank), and sum z; all of them at the temperature.
+    """
+    torch.amax(logits, 1, out=out[_LARGEST])
+    z = logits - out[_LARGEST, :, None]
+    if options.temperature != 1.0:
+        z.div_(options.temperature)
+        out[_LARGEST].div_(options.temperature)
+    indices, ours = _local_targets(targets, z.shape[1])
+    out[_TARGET] = z.gather(1, indices).squeeze(1).where(ours, 0.0)
+    if options.mean:
+        torch.sum(z, 1, out=out[_SUM])
+    if options.entropy:
+        exp = z.exp()
+        torch.linalg.vecdot(exp, z, out=out[_SUM_EXP_Z])
+        torch.sum(exp, 1, out=out[_SUM_EXP])
+    else:
+        torch.sum(z.exp_(), 1, out=out[_SUM_EXP])
 
 
 def _local_targets(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -128,22 +163,43 @@ def _local_targets(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return targets.where(ours, 0).unsqueeze(1), ours
 
 
-def _statistics(log_p: Tensor, targets: Tensor, out: Tensor, options: HeadOptions, group: dist.ProcessGroup) -> None:
-    """Fill `out` [n, 3] from this rank's log-probabilities [n, V / tp]."""
-    indices, ours = _local_targets(targets, log_p.shape[1])
-    out[:, 0] = log_p.gather(1, indices).squeeze(1).where(ours, 0.0)
+def _combine(
+    local: Tensor, targets: Tensor, width: int, options: HeadOptions, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """The summaries [5, n] of all ranks -> statistics [n, 3], and lse [n]."""
+    largest = local[_LARGEST].clone()
+    if group.size() > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    shift = local[_LARGEST] - largest
+    scale = shift.exp()
+    sums = torch.stack(
+        [
+            local[_SUM_EXP] * scale,
+            (local[_SUM_EXP_Z] + local[_SUM_EXP] * shift) * scale,
+            (local[_TARGET] + shift).where(_local_targets(targets, width)[1], 0.0),
+            local[_SUM] + shift * width,
+        ]
+    )
+    if group.size() > 1:
+        dist.all_reduce(sums, group=group)
+    sum_exp, sum_exp_z, target, total = sums
+    log_sum = sum_exp.log()
+    out = torch.zeros_like(local[:3].t())
+    out[:, 0] = target - log_sum
     if options.entropy:
-        out[:, 1] = -torch.linalg.vecdot(log_p.exp(), log_p)
+        out[:, 1] = log_sum - sum_exp_z / sum_exp
     if options.mean:
-        out[:, 2] = log_p.sum(1) / (log_p.shape[1] * group.size())
-    _sum(out, group)
+        out[:, 2] = total / (width * group.size()) - log_sum
+    return out, largest + log_sum
 
 
-def _logit_gradient(
-    log_p: Tensor, out: Tensor, targets: Tensor, grad_out: Tensor, options: HeadOptions, vocabulary: int
-) -> Tensor:
-    """The gradient with respect to the undivided logits [n, V / tp]; reuses the memory of `log_p`."""
-    to_target, to_entropy, to_mean = grad_out.unbind(1)
+def _to_gradient(
+    logits: Tensor, lse: Tensor, out: Tensor, targets: Tensor, grad_out: Tensor, options: HeadOptions, vocabulary: int
+) -> None:
+    """Turn this rank's logits [n, V / tp] into their gradient, in place."""
+    to_target, to_entropy, to_mean = (grad_out / options.temperature).unbind(1)
+    z = logits if options.temperature == 1.0 else logits.div_(options.temperature)
+    log_p = z.sub_(lse.unsqueeze(1))
     if options.entropy_gradient:
         p = log_p.exp()
         grad = log_p.add_(out[:, 1:2]).mul_(-to_entropy.unsqueeze(1)).sub_((to_target + to_mean).unsqueeze(1)).mul_(p)
@@ -153,4 +209,3 @@ def _logit_gradient(
         grad += (to_mean / vocabulary).unsqueeze(1)
     indices, ours = _local_targets(targets, grad.shape[1])
     grad.scatter_add_(1, indices, to_target.where(ours, 0.0).unsqueeze(1))
-    return grad if options.temperature == 1.0 else grad.div_(options.temperature)

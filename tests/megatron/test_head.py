@@ -33,6 +33,7 @@ def test_head_agrees_with_log_softmax(
 ) -> None:
     if not keep:
         monkeypatch.setattr(logprobs, "_KEEP_BYTES", 0)
+    monkeypatch.setattr(logprobs, "_CPU_BLOCK", 50)  # two rows of 20 words
     torch.manual_seed(0)
     hidden, weight = torch.randn(11, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
     targets, upstream = torch.randint(0, 20, (11,)), torch.randn(11, 3)
@@ -47,6 +48,27 @@ def test_head_agrees_with_log_softmax(
     torch.testing.assert_close(found, expected)
     for ours, theirs in zip(torch.autograd.grad((found * upstream).sum(), (hidden, weight)), gradients, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_backward_twice_gives_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    found = token_statistics(hidden, weight, torch.arange(5), HeadOptions(entropy=True), OneRank())
+    first, second = (torch.autograd.grad(found.sum(), (hidden, weight), retain_graph=True) for _ in range(2))
+    torch.testing.assert_close(first, second)
+
+
+def test_statistics_are_exact_for_near_certain_and_for_huge_logits() -> None:
+    for scale in (1e-3, 1.0, 1e3):
+        torch.manual_seed(0)
+        hidden, weight = torch.randn(6, 8) * scale, torch.randn(50, 8)
+        targets = torch.randint(0, 50, (6,))
+        log_p = torch.log_softmax((hidden @ weight.t()).double(), 1)
+        chosen = log_p.gather(1, targets[:, None]).squeeze(1)
+        entropy = -(log_p.exp() * log_p).sum(1)
+        found = token_statistics(hidden, weight, targets, HeadOptions(entropy=True), OneRank())
+        torch.testing.assert_close(found[:, 0].double(), chosen, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found[:, 1].double(), entropy, rtol=1e-6, atol=1e-6)
 
 
 def test_head_without_tokens_has_zero_gradients() -> None:
