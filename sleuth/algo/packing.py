@@ -87,15 +87,56 @@ class _Limits:
 
 
 def _plan_balanced(limits: _Limits, num_ranks: int) -> list[list[Bin]]:
-    """As many micro-batches a rank as best fit needs, or one less where an even spread gets by with it."""
+    """As many micro-batches a rank as few bins need, or one less where an even spread gets by with it."""
     everything = range(len(limits.lengths))
-    best_fit = _best_fit_decreasing(limits, everything)
-    enough = -(-len(best_fit) // num_ranks)
+    few = _few_bins(limits, everything, num_ranks)
+    enough = -(-len(few) // num_ranks)
     for per_rank in (max(enough - 1, 1), enough):
         batches = _spread(limits, everything, per_rank * num_ranks)
         if batches is not None:
             return _deal(limits, batches, num_ranks)
-    return _deal(limits, _split(limits, best_fit, enough * num_ranks), num_ranks)
+    return _deal(limits, _split(limits, few, enough * num_ranks), num_ranks)
+
+
+def _few_bins(limits: _Limits, indices: Sequence[int], num_ranks: int) -> list[Bin]:
+    """Best fit; filling bin by bin where best fit costs the ranks a micro-batch more than the sizes' sum must."""
+    best_fit = _best_fit_decreasing(limits, indices)
+    needed = -(-sum(limits.sizes) // limits.capacity)
+    if -(-len(best_fit) // num_ranks) <= -(-needed // num_ranks):
+        return best_fit
+    return min(best_fit, _fill_one_by_one(limits, indices), key=len)
+
+
+def _fill_one_by_one(limits: _Limits, indices: Sequence[int]) -> list[Bin]:
+    """Each bin as full as can be: the largest sample that is left, and the others that together come nearest."""
+    left, bins = limits.by_size(indices), []
+    while left:
+        first, *left = left
+        chosen = _largest_sum(limits, left, limits.capacity - limits.sizes[first])
+        bins.append([first, *chosen])
+        taken = set(chosen)
+        left = [index for index in left if index not in taken]
+    return bins
+
+
+def _largest_sum(limits: _Limits, indices: Sequence[int], room: int) -> Bin:
+    """Those of `indices`, the largest first, whose sizes have the largest sum that `room` holds; large ones first.
+
+    Bit s of `reachable[k]` says whether some of the k smallest have the sum s.
+    """
+    fitting = [index for index in reversed(indices) if limits.sizes[index] <= room]
+    if not fitting:
+        return []
+    within, reachable = (1 << (room + 1)) - 1, [1]
+    for index in fitting:
+        reachable.append((reachable[-1] | reachable[-1] << limits.sizes[index]) & within)
+    total, chosen = reachable[-1].bit_length() - 1, []
+    for number in range(len(fitting), 0, -1):
+        size = limits.sizes[fitting[number - 1]]
+        if size <= total and reachable[number - 1] >> (total - size) & 1:
+            chosen.append(fitting[number - 1])
+            total -= size
+    return chosen
 
 
 def _plan_round_robin(limits: _Limits, num_ranks: int) -> list[list[Bin]]:

@@ -117,6 +117,12 @@ def test_an_even_spread_may_get_by_with_fewer_than_best_fit():
     assert len(rank) == 2
 
 
+def test_bins_are_filled_one_by_one_where_best_fit_wastes_one():
+    # Best fit makes 600 + 300, 500 + 400 and 200; the sum of all fills two bins exactly: 600 + 400 and 500 + 300 + 200.
+    (rank,) = plan_micro_batches([600, 500, 400, 300, 200], num_ranks=1, max_tokens=1000)
+    assert len(rank) == 2
+
+
 def test_the_heaviest_micro_batch_comes_first():
     (rank,) = plan_micro_batches([900, 100, 700, 250], num_ranks=1, max_tokens=1000)
     sizes = [sum([900, 100, 700, 250][i] for i in batch) for batch in rank]
