@@ -61,10 +61,13 @@ class Bm25Retriever:
         if not known:
             return []
         scores = self._index.get_scores(known)
-        threshold = np.partition(scores, -topk)[-topk] if topk < len(scores) else 0.0
-        candidates = np.flatnonzero((scores >= threshold) & (scores > 0))
-        best = candidates[np.argsort(-scores[candidates], kind="stable")][:topk]  # ties in the corpus's order
-        return [Ranked(int(index), float(scores[index])) for index in best]
+        matching = np.flatnonzero(scores > 0)
+        values = scores[matching]
+        if len(values) > topk:  # partitioned without the zeros, which are most: among equals that is slow
+            kept = np.flatnonzero(values >= np.partition(values, -topk)[-topk])
+            matching, values = matching[kept], values[kept]
+        order = np.argsort(-values, kind="stable")[:topk]  # ties in the corpus's order
+        return list(map(Ranked, matching[order].tolist(), values[order].tolist()))
 
 
 def _english_stemmer() -> Any:
