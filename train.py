@@ -37,9 +37,11 @@ def train(args: Args, run: Run, tracker: Tracker) -> None:
                 rollout.release_memory()
                 metrics |= trainer.train(data.shards)
                 rollout.resume_memory()
-            with timed(metrics, "sync"):
-                metrics |= rollout.sync_weights(trainer, step)
-        if is_due(step, args.eval_interval, args.num_rollout):
+            evaluate = is_due(step, args.eval_interval, args.num_rollout)
+            if evaluate or is_due(step, args.update_weights_interval, args.num_rollout):
+                with timed(metrics, "sync"):
+                    metrics |= rollout.sync_weights(trainer, step)
+        if evaluate:
             with timed(metrics, "evaluation"):
                 metrics |= rollout.evaluate(step)
         tracker.log(step, metrics | data.metrics)  # before saving: a resumed run does not come back to a saved step

@@ -144,6 +144,11 @@ class RolloutArgs(Group):
     dynamic_sampling_filter_path: str | None = Field(
         None, description="module.function(args, samples) -> bool: whether a group is trained on."
     )
+    update_weights_interval: PositiveInt = Field(
+        1,
+        description="Steps between updates of the engines' weights; above 1 they sample from a policy that lags by up "
+        "to one step less. Weights also go before an evaluation and at the end.",
+    )
     max_failure_rate: Fraction = Field(
         0.2, description="The run stops when more than this share of a step's samples failed or were aborted."
     )

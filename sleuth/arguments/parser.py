@@ -39,6 +39,8 @@ HOOK_KEYS = (
     "rs_upper_bound",
     "rs_veto_threshold",
     "tis_batch_normalize",
+    "mis_nonfinite",
+    "mis_dump_dir",
 )
 """Top-level keys of mis.yaml, which go to the importance-sampling hook as they are."""
 

@@ -72,6 +72,11 @@ class LossArgs(Group):
     )
     tis_clip: PositiveFloat = Field(2.0, description="Upper bound of that weight.")
     tis_clip_low: NonNegativeFloat = Field(0.0, description="Lower bound of that weight.")
+    rejected_in_denominator: bool = Field(
+        False,
+        description="Tokens that the TIS hook rejects still count where the loss is averaged; otherwise it is as if "
+        "they had never been trainable.",
+    )
     max_logprob_diff: PositiveFloat | None = Field(
         None,
         description="Stop when the probe's log-probabilities in engine and trainer differ by more, in nats [never].",

@@ -45,7 +45,7 @@ class MicroBatch:
     weights: Tensor
     """Of each token in the loss of the optimizer step."""
     policy_weights: Tensor
-    """Of each token's policy loss: `weights`, unless an importance-sampling hook changed them."""
+    """Of each token's policy loss: `weights`, times the factor of an importance-sampling hook."""
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
 
@@ -69,6 +69,14 @@ class MicroBatch:
     def of_selected(self, row: Tensor) -> Tensor:
         """Values [t] of this rank's part -> those of the selected tokens [n]."""
         return row[self.selected]
+
+    def reselect(self, keep: Tensor, *, weights: Tensor, policy_weights: Tensor) -> None:
+        """Keep those of the selected tokens for which `keep` [n] is true, with these weights [n]."""
+        self.selected, self.weights, self.policy_weights = self.selected[keep], weights[keep], policy_weights[keep]
+        if self.old_log_probs is not None:
+            self.old_log_probs = self.old_log_probs[keep]
+        if self.ref_log_probs is not None:
+            self.ref_log_probs = self.ref_log_probs[keep]
 
     def whole_row(self, values: Tensor) -> Tensor:
         """Values [n] of selected tokens on every context-parallel rank -> the row [T], 0 elsewhere; collective."""

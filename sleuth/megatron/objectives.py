@@ -113,10 +113,15 @@ def _count(batch: MicroBatch) -> Tensor:
 class ImportanceSampling:
     """The importance-sampling hook, called once an optimizer step on all samples of a data-parallel rank.
 
-    The hook gets whole samples (whatever the context parallelism), `pg_loss` = 1 for each response token, and
-    `reduce(tensor)`, which sums a tensor over data-parallel ranks, for statistics over the whole step. What it makes
-    of `pg_loss` becomes the factor of each token's loss; the masks it returns replace the loss masks of the policy
-    loss, in its denominators too. Its metrics are numbers, or tensors like `pg_loss` to be averaged over tokens.
+    The hook gets whole samples (whatever the context parallelism) and `pg_loss` = 1 for each response token: what it
+    makes of that becomes the factor of each token's policy loss, so a hook must multiply `pg_loss`, not add to it.
+    `train_log_probs` are the policy's before the step's updates, at the rollout temperature, and 0 at masked tokens.
+    `reduce(tensor, op="sum" | "max" | "min")` combines a tensor with those of the other data-parallel ranks, for
+    statistics over the whole step.
+
+    The masks that the hook returns replace the loss masks in every part of the loss. What it rejected leaves the
+    denominators, too, as if it had never been trainable; with --rejected-in-denominator it stays there. The
+    hook's metrics are numbers, or tensors like `pg_loss` to be averaged over tokens.
     """
 
     def __init__(self, args: Any) -> None:
@@ -124,7 +129,7 @@ class ImportanceSampling:
         self.hook = load_hook(args.custom_tis_function_path, "tis")
 
     def apply(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Set the batches' `policy_weights` from their `old_log_probs`; returns the hook's metrics."""
+        """Reweight the batches by the hook, from their `old_log_probs`; returns the hook's metrics."""
         packed = [batch.packed for batch in batches]
         train = [
             response
@@ -140,40 +145,51 @@ class ImportanceSampling:
             loss_masks=masks,
             total_lengths=[length for row in packed for length in row.total_lengths],
             response_lengths=[length for row in packed for length in row.response_lengths],
-            reduce=parallel.sum_over_samples,
+            reduce=parallel.reduce_over_samples,
         )
-        factors = list(result.split([len(mask) for mask in masks]))
+        averaged = self._mean_metrics(metrics, masks)
+        factors, new_masks = list(result.split([len(mask) for mask in masks])), [mask.float() for mask in new_masks]
+        kept = self._kept_share(masks, new_masks)
         start = 0
         for batch in batches:
             end = start + batch.packed.num_samples
-            self._reweight(batch, factors[start:end], new_masks[start:end])
+            self._reweight(batch, factors[start:end], new_masks[start:end], kept)
             start = end
-        return self._mean_metrics(metrics, masks)
+        return averaged
 
-    def _reweight(self, batch: MicroBatch, factors: list[Tensor], masks: list[Tensor]) -> None:
+    def _kept_share(self, masks: list[Tensor], new_masks: list[Tensor]) -> float:
+        """The new masks' sum over that of the old, over all data-parallel ranks."""
+        sums = torch.tensor([[float(mask.sum()) for mask in part] for part in (masks, new_masks)], dtype=torch.float64)
+        old, new = parallel.reduce_over_samples(sums.sum(1)).tolist()
+        return new / old if old else 1.0
+
+    def _reweight(self, batch: MicroBatch, factors: list[Tensor], masks: list[Tensor], kept: float) -> None:
+        """Give the tokens of a batch the weights of their new masks; those without any are no longer selected."""
         row = batch.packed
-        old_mask, mask = row.loss_mask, row.join_responses([mask.float() for mask in masks])
-        if self.args.calculate_per_token_loss:
-            scale = torch.where(old_mask > 0, mask / old_mask.clamp(min=1e-30), 0.0)
-        else:
-            means = sample_mean_weights(mask, row.sample_ids, row.num_samples)
-            scale = torch.where(old_mask > 0, means / row.sample_mean_weights.clamp(min=1e-30), 0.0)
-        scale = scale * row.join_responses(factors)
-        batch.policy_weights = batch.weights * batch.of_selected(scale[batch.index].to(batch.weights.device))
+        old, new = row.loss_mask, row.join_responses(masks)
+        if not self.args.rejected_in_denominator:
+            if self.args.calculate_per_token_loss:
+                new = new / (kept or 1.0)
+            else:
+                old, new = row.sample_mean_weights, sample_mean_weights(new, row.sample_ids, row.num_samples)
+        scale = torch.where(old > 0, new / old.clamp(min=1e-30), 0.0)
+        own = torch.stack([scale, row.join_responses(factors)])[:, batch.index].to(batch.weights.device)
+        scale, factor = batch.of_selected(own.t()).unbind(1)
+        batch.reselect(scale > 0, weights=batch.weights * scale, policy_weights=batch.weights * scale * factor)
 
     def _mean_metrics(self, metrics: dict[str, Any], masks: list[Tensor]) -> dict[str, float]:
         """Means over tokens or ranks, over all data-parallel ranks."""
         mask = torch.cat(masks)
-        sums: dict[str, tuple[Tensor, Tensor]] = {}
+        sums: dict[str, tuple[float, float]] = {}
         for name, value in metrics.items():
             if torch.is_tensor(value) and value.numel() == len(mask) and value.dim() == 1:
-                sums[name] = ((value * mask).sum(), mask.sum())
+                sums[name] = (float(weighted_sum(value, mask)), float(mask.sum()))
             else:
-                sums[name] = (torch.as_tensor(float(value)), torch.tensor(1.0))
+                sums[name] = (float(value), 1.0)
         if not sums:
             return {}
-        totals = parallel.sum_over_samples(torch.tensor([[float(a), float(b)] for a, b in sums.values()]))
-        return {name: float(a / b) if b else 0.0 for name, (a, b) in zip(sums, totals, strict=True)}
+        totals = parallel.reduce_over_samples(torch.tensor(list(sums.values()), dtype=torch.float64)).tolist()
+        return {name: total / count if count else 0.0 for name, (total, count) in zip(sums, totals, strict=True)}
 
 
 def _required(values: Tensor | None) -> Tensor:

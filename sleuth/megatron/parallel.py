@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from sleuth.algo.context_parallel import pad_multiple, zigzag_inverse
 from sleuth.megatron import device
 
 _TIMEOUT = timedelta(minutes=30)
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 def initialize(args: Any) -> None:
@@ -72,10 +73,10 @@ def sum_over_context(values: Tensor) -> Tensor:
     return values
 
 
-def sum_over_samples(values: Tensor) -> Tensor:
-    """The sum over data-parallel ranks, which hold different samples; a new tensor."""
+def reduce_over_samples(values: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
+    """The sum (or else) over data-parallel ranks, which hold different samples; a new tensor."""
     values = values.clone()
-    dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
+    dist.all_reduce(values, op=_REDUCTIONS[op], group=parallel_state.get_data_parallel_group())
     return values
 
 

@@ -38,6 +38,7 @@ from sleuth.megatron.objectives import ImportanceSampling, head_options, make_ob
 from sleuth.megatron.optimizer import PolicyOptimizer
 from sleuth.megatron.reference import Reference
 from sleuth.megatron.weights import HfWeights, WeightMap
+from sleuth.metrics.timing import timed
 from sleuth.sample import TrainSample
 
 logger = logging.getLogger(__name__)
@@ -91,8 +92,8 @@ class Trainer:
     def train(self, steps: Sequence[OptimizerStepBatch]) -> dict[str, float]:
         """Train on this data-parallel rank's share of a step; one optimizer step for each batch.
 
-        Metrics (`train/...`) are means over the optimizer steps, equal on all ranks. Raises
-        FloatingPointError when a loss or gradient is not finite.
+        Metrics (`train/...`, and what an importance-sampling hook names otherwise) are means over the optimizer
+        steps, equal on all ranks. Raises FloatingPointError when a loss or gradient is not finite.
         """
         per_token = self.args.calculate_per_token_loss or self.args.loss_type == "sft"
         multiple = parallel.length_multiple(self.args)
@@ -173,9 +174,7 @@ class Trainer:
                 batch.old_log_probs = values
 
     def _optimizer_step(self, batches: list[MicroBatch]) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        if self._hook and parallel.is_last_stage():
-            metrics = self._hook.apply(batches)
+        metrics = self._apply_hook(batches) if self._hook else {}
         self._ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         results = run_model(self._ddp, batches, self._options, self._objective, train=True)
@@ -188,6 +187,19 @@ class Trainer:
             )
         result = self.optimizer.step()
         return metrics | {"grad_norm": result.grad_norm, "lr": result.lr}
+
+    def _apply_hook(self, batches: list[MicroBatch]) -> dict[str, float]:
+        """The hook's metrics; an error of it is raised on every rank, so that no stage waits for another."""
+        metrics: dict[str, float] = {}
+        error = None
+        if self._hook and parallel.is_last_stage():
+            try:
+                with timed(metrics, "importance_sampling"):
+                    metrics |= self._hook.apply(batches)
+            except Exception as raised:
+                error = raised
+        parallel.raise_together(error)
+        return metrics
 
     def _sum_metrics(self, results: list[dict[str, Tensor]]) -> dict[str, float]:
         """Sums over micro-batches, data- and context-parallel ranks; {} before the last pipeline stage."""

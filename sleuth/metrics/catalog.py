@@ -130,14 +130,15 @@ TRAINING = (
     Metric("train/grad_norm", "", "gradient norm before clipping"),
     Metric("train/lr", "", "learning rate"),
     Metric("train/tokens", "tokens", "tokens trained on in an optimizer step, mean over those of the step"),
-    Metric("train/<name>", "", "any other number of the custom TIS hook"),
+    Metric("train/<name>", "", "any other number of the custom TIS hook whose name has no `/`"),
 )
 
 TIME = (
     Metric(
         "time/<part>",
         "s",
-        "seconds of a part: step (all but evaluation and saving), rollout, train, sync, evaluation, save",
+        "seconds of a part: step (all but evaluation and saving), rollout, train, sync, evaluation, save; "
+        "importance_sampling: of the TIS hook in one optimizer step, part of train",
     ),
     Metric("perf/rollout_tokens_per_second", "tokens/s", "tokens that the model generated over the rollout's seconds"),
     Metric("perf/<name>", "", "other throughput and memory numbers"),

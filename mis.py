@@ -1,0 +1,498 @@
+"""Importance sampling between engine and trainer: the mismatch correction (MIS) of rollouts.
+
+The engine that sampled a token and the trainer that learns from it never compute quite the same probability: other
+kernels, another precision, weights that are some steps old. This hook weights each token by
+
+    trainer's probability of it / engine's probability of it
+
+within bounds, or rejects what is too far off, and measures the mismatch:
+
+    --use-tis --custom-config-path mis.yaml --custom-tis-function-path mis.compute_mis_weights_with_cp
+
+`mis.yaml` holds the settings, docs/mismatch.md says which to choose and lists the metrics. `compute_mis_weights` needs
+nothing but tensors. The trainer's log-probabilities are those of the policy before the step's updates, at the rollout
+temperature. All statistics are over the optimizer step: whatever is summed here is completed by `reduce`, so that
+nothing depends on micro-batches or ranks. Source of the weights: Yao et al. 2025, "Your efficient RL framework
+secretly brings you off-policy RL training"; of masks, sequence levels and veto: Liu, Li et al. 2025, "When speed kills
+stability: demystifying RL collapse from the training-inference mismatch".
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+Level = Literal["token", "sequence", "geometric"]
+
+MAX_EXPONENT = 20.0
+"""Log weights are bounded to [-20, 20] nats before `exp`: a weight lies between 2e-9 and 4.9e8 before its bounds."""
+
+METRICS: dict[str, tuple[str, str]] = {
+    "mis/train_log_ppl": (
+        "nats",
+        "minus the mean log-probability of a sample's tokens in the trainer; mean of samples",
+    ),
+    "mis/rollout_log_ppl": ("nats", "the same in the engine"),
+    "mis/train_ppl": ("", "the trainer's perplexity: exp of the first, mean of samples"),
+    "mis/rollout_ppl": ("", "the engine's perplexity"),
+    "mis/log_ppl_diff": ("nats", "trainer's minus engine's log-perplexity, mean of samples"),
+    "mis/log_ppl_abs_diff": ("nats", "its absolute value, mean of samples"),
+    "mis/log_ppl_diff_max": ("nats", "the largest absolute value of a sample"),
+    "mis/kl": ("nats", "KL(engine || trainer), estimated by the mean of engine's minus trainer's log-probability"),
+    "mis/k3": ("nats", "the same by k3 (ratio - 1 - log ratio), which is never negative"),
+    "mis/log_chi2_token": ("nats", "log(1 + chi-square divergence) of tokens: log of the mean squared ratio"),
+    "mis/log_chi2_sequence": ("nats", "the same of whole samples, whose ratio is the product over tokens"),
+    "mis/chi2_token": ("", "that divergence itself, with the logarithm bounded to 20"),
+    "mis/chi2_sequence": ("", "that divergence itself, with the logarithm bounded to 20"),
+    "mis/tis_weight_before_bound": ("", "mean weight as it comes"),
+    "mis/tis_weight_after_bound": ("", "mean weight within the bounds (mode mask: of what is within)"),
+    "mis/tis_weight_mean": ("", "mean weight that the loss sees: of what is kept, after normalisation"),
+    "mis/tis_weight_min": ("", "smallest of those weights"),
+    "mis/tis_weight_max": ("", "largest of those weights"),
+    "mis/tis_batch_norm": ("", "what `tis_batch_normalize` divided the weights by"),
+    "mis/effective_sample_size": (
+        "share",
+        "(sum of weights)^2 / (their number x sum of squares); 1: all weights equal",
+    ),
+    "mis/tis_truncate_fraction": ("share", "tokens whose weight was above the upper bound (mode truncate)"),
+    "mis/tis_clip_fraction_low": ("share", "tokens whose weight was below the lower bound (mode clip)"),
+    "mis/tis_clip_fraction_high": ("share", "tokens whose weight was above the upper bound (mode clip)"),
+    "mis/tis_mask_fraction_low": ("share", "tokens rejected for a weight below the lower bound (mode mask)"),
+    "mis/tis_mask_fraction_high": ("share", "tokens rejected for a weight above the upper bound (mode mask)"),
+    "mis/rs_mask_fraction_low": ("share", "tokens rejected by `use_rs` for a ratio below its lower bound"),
+    "mis/rs_mask_fraction_high": ("share", "tokens rejected by `use_rs` for a ratio above its upper bound"),
+    "mis/veto_token_fraction": ("share", "tokens whose ratio is below `rs_veto_threshold`"),
+    "mis/veto_sample_fraction": ("share", "samples with such a token: all of it is rejected"),
+    "mis/rejected_token_fraction": ("share", "tokens rejected for whatever reason"),
+    "mis/rejected_sample_fraction": ("share", "samples of which no token is left"),
+    "mis/nonfinite_tokens": ("tokens", "trainable tokens with a NaN or infinite log-probability on either side"),
+    "mis/nonfinite_samples": ("samples", "samples with such a token, all of it rejected and left out of the above"),
+}
+"""Every metric of the hook: its unit ("" for a plain number) and what it says. "Mean weight" is over tokens at level
+token, over samples otherwise; fractions are of trainable tokens. In one optimizer step, over all ranks."""
+
+
+class Reduce(Protocol):
+    """Completes a tensor of this rank's sums (or maxima) over all ranks that hold other samples."""
+
+    def __call__(self, values: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor: ...
+
+
+class MisConfig(BaseModel):
+    """The keys of mis.yaml; `use_tis` is the flag --use-tis. Wrong or contradictory ones are a ValueError."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True)
+
+    use_tis: bool = False
+    """Weight tokens by the ratio of probabilities."""
+    tis_level: Level = "token"
+    """token: the token's own ratio; sequence: the product over its sample; geometric: the geometric mean over it."""
+    tis_mode: Literal["truncate", "mask", "clip"] = "truncate"
+    """truncate: at most the upper bound; clip: within both bounds; mask: what is outside of them is rejected."""
+    tis_lower_bound: float | None = Field(None, ge=0.0)
+    """None: 1 / `tis_upper_bound`. Mode truncate has no use for it."""
+    tis_upper_bound: float = Field(2.0, gt=0.0)
+    tis_batch_normalize: bool = False
+    """Divide the weights by their mean over the optimizer step."""
+    use_rs: bool = False
+    """Reject tokens whose ratio is out of bounds, whatever the weights are."""
+    rs_level: Level = "token"
+    """As `tis_level`; at sequence and geometric all of a sample is rejected or nothing."""
+    rs_lower_bound: float | None = Field(None, ge=0.0)
+    """None: that of tis."""
+    rs_upper_bound: float | None = Field(None, gt=0.0)
+    """None: that of tis."""
+    rs_veto_threshold: float | None = Field(1e-4, gt=0.0, lt=1.0)
+    """With `use_rs`: a sample with a token whose ratio is below this is rejected. None: no veto."""
+    mis_nonfinite: Literal["mask", "stop"] = "mask"
+    """A trainable token with a NaN or infinite log-probability: reject its sample, or stop the step."""
+    mis_dump_dir: Path | None = None
+    """Write both log-probabilities of every trainable token to .npz files in this folder, one an optimizer step."""
+
+    @classmethod
+    def of(cls, args: Any) -> Self:
+        """From a run's arguments (`custom_config`, `use_tis`), or any object whose attributes are these keys."""
+        if isinstance(args, cls):
+            return args
+        values = {name: getattr(args, name) for name in cls.model_fields if hasattr(args, name)}
+        custom = getattr(args, "custom_config", {})
+        values |= {name: custom[name] for name in cls.model_fields if name in custom}
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ValueError("mis.yaml: " + "; ".join(map(_sentence, error.errors()))) from None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not (self.use_tis or self.use_rs):
+            raise ValueError(
+                "expected use_tis (or --use-tis) or use_rs, found neither; without them nothing is corrected"
+            )
+        for name, (lower, upper) in (("tis", self.tis_bounds), ("rs", self.rs_bounds)):
+            if not lower <= 1.0 <= upper or lower == upper:
+                raise ValueError(
+                    f"expected {name}_lower_bound <= 1 <= {name}_upper_bound and not both 1, found {lower:g} and "
+                    f"{upper:g}; a ratio of 1 is a token on which engine and trainer agree"
+                )
+        return self
+
+    @property
+    def tis_bounds(self) -> tuple[float, float]:
+        lower = 1.0 / self.tis_upper_bound if self.tis_lower_bound is None else self.tis_lower_bound
+        return lower, self.tis_upper_bound
+
+    @property
+    def rs_bounds(self) -> tuple[float, float]:
+        lower, upper = self.tis_bounds
+        lower = lower if self.rs_lower_bound is None else self.rs_lower_bound
+        return lower, upper if self.rs_upper_bound is None else self.rs_upper_bound
+
+
+def _sentence(error: Any) -> str:
+    name = ".".join(map(str, error["loc"]))
+    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    return f"{name}: {message}, found {error['input']!r}" if name else message
+
+
+def check_args(args: Any) -> None:
+    """Raise ValueError for settings that are wrong; called before a run starts anything."""
+    MisConfig.of(args)
+
+
+def compute_mis_weights_with_cp(
+    args: Any,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    **kwargs: Any,
+) -> tuple[Tensor, list[Tensor], dict[str, float]]:
+    """The hook: `pg_loss` [T] times the weights (0 at rejected tokens), the masks that are left, and the metrics.
+
+    T is the sum of `response_lengths`. The trainer gathers whole samples whatever its context parallelism, and calls
+    this once an optimizer step. `kwargs["reduce"]` completes sums and maxima over data-parallel ranks.
+    """
+    config = MisConfig.of(args)
+    lengths = [len(mask) for mask in loss_masks]
+    if lengths != list(response_lengths) or sum(lengths) != pg_loss.numel():
+        raise ValueError(
+            f"expected whole responses of {list(response_lengths)} tokens, found masks of {lengths} and a loss of "
+            f"{pg_loss.numel()} tokens"
+        )
+    if config.mis_dump_dir is not None:
+        _dump(config.mis_dump_dir, train_log_probs, rollout_log_probs, loss_masks)
+    weights, masks, metrics = compute_mis_weights(
+        config,
+        train_log_probs=train_log_probs,
+        rollout_log_probs=rollout_log_probs,
+        loss_masks=loss_masks,
+        reduce=kwargs.get("reduce"),
+    )
+    factor, kept = _row(weights).to(pg_loss), _row(masks).to(pg_loss.device) != 0
+    return torch.where(kept, pg_loss * factor, 0.0), masks, metrics
+
+
+def compute_mis_weights(
+    args: Any,
+    *,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    reduce: Reduce | None = None,
+) -> tuple[list[Tensor], list[Tensor], dict[str, float]]:
+    """Weights and masks of each sample's response tokens, and metrics; `args` as `MisConfig.of` takes them.
+
+    All lists have one 1-D tensor a sample, equally long within a sample; log-probabilities in nats, of any
+    floating type; what stands where a mask is 0 does not matter. Weights are float32, 0 where the returned mask (of the
+    given type) is 0. `reduce` completes statistics over ranks that hold other samples, all of which call this.
+
+    Raises ValueError for settings or lengths that do not fit, FloatingPointError for log-probabilities that are NaN or
+    infinite at trainable tokens with `mis_nonfinite: stop`, or in every sample.
+    """
+    config = MisConfig.of(args)
+    tokens = _Tokens.pack(train_log_probs, rollout_log_probs, loss_masks)
+    decision = _decide(config, tokens)
+    maxima = _reduce(_maxima(tokens, decision), "max", reduce)
+    totals = _reduce(_totals(tokens, decision, maxima["sample_log_ratio"]), "sum", reduce)
+    _check_finite(config, totals)
+    norm = totals["weights"] / totals["units"] if config.tis_batch_normalize and totals["weights"] else 1.0
+    weights, mask = torch.zeros(tokens.size, device=tokens.index.device), _row(loss_masks)
+    weights[tokens.index] = (tokens.spread(decision.weights, decision.level) * decision.kept / norm).float()
+    kept = torch.zeros_like(mask)
+    kept[tokens.index] = decision.kept.to(mask.dtype)
+    lengths = [len(part) for part in loss_masks]
+    return list(weights.split(lengths)), list((mask * kept).split(lengths)), _metrics(config, totals, maxima, norm)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The trainable tokens [N] of a rank's n samples, one after the other, in float64. Masked ones are not among them.
+
+    index: [N] place in the row of all `size` response tokens. sample: [N] which sample a token belongs to.
+    counts: [n] tokens of each. train, rollout: [n] sums of log-probabilities in each. log_ratio: [N] trainer's minus
+    engine's. nonfinite: tokens and samples that were left out for a NaN or infinite log-probability.
+    """
+
+    index: Tensor
+    size: int
+    sample: Tensor
+    counts: Tensor
+    train: Tensor
+    rollout: Tensor
+    log_ratio: Tensor
+    nonfinite: tuple[int, int]
+
+    @classmethod
+    def pack(cls, train: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor]) -> Self:
+        lengths = [len(mask) for mask in masks]
+        for name, values in (("train_log_probs", train), ("rollout_log_probs", rollout)):
+            if [len(value) for value in values] != lengths:
+                raise ValueError(
+                    f"expected {name} as long as loss_masks, {lengths}, found {[len(value) for value in values]}"
+                )
+        index = (_row(masks) != 0).nonzero().squeeze(1)
+        ends = torch.tensor([0, *lengths], device=index.device).cumsum(0)
+        rows = [_row(values).index_select(0, index).double() for values in (train, rollout)]
+        tokens = cls._of(index, ends, rows[0], rows[1], (0, 0))
+        if bool((tokens.train + tokens.rollout).isfinite().all()):  # else look which tokens it is
+            return tokens
+        bad = ~(rows[0].isfinite() & rows[1].isfinite())
+        bad_samples = tokens.per_sample(bad) > 0
+        good = ~bad_samples[tokens.sample]
+        return cls._of(index[good], ends, rows[0][good], rows[1][good], (int(bad.sum()), int(bad_samples.sum())))
+
+    @classmethod
+    def _of(cls, index: Tensor, ends: Tensor, train: Tensor, rollout: Tensor, nonfinite: tuple[int, int]) -> Self:
+        counts = torch.searchsorted(index, ends).diff()
+        sample = torch.repeat_interleave(counts)
+        train_sums, rollout_sums = (_per_sample(row, counts) for row in (train, rollout))
+        return cls(index, int(ends[-1]), sample, counts, train_sums, rollout_sums, train - rollout, nonfinite)
+
+    def per_sample(self, values: Tensor) -> Tensor:
+        """Sums of values [N] over each sample: [n]."""
+        return _per_sample(values.double(), self.counts)
+
+    def units(self, level: Level) -> Tensor:
+        """Log-ratios of what a level weighs: of tokens [N], or of samples [n], 0 where there is no token."""
+        if level == "token":
+            return self.log_ratio
+        total = self.train - self.rollout
+        return total if level == "sequence" else total / self.counts.clamp(min=1)
+
+    def present(self, level: Level) -> Tensor:
+        """Which units of a level have a token: bool [N] or [n]."""
+        return torch.ones_like(self.index, dtype=torch.bool) if level == "token" else self.counts > 0
+
+    def spread(self, units: Tensor, level: Level) -> Tensor:
+        """Each token's [N] value of its unit."""
+        return units if level == "token" else units.index_select(0, self.sample)
+
+    def count(self, units: Tensor, level: Level) -> Tensor:
+        """Tokens of the units that are True."""
+        return units.sum() if level == "token" else self.counts[units].sum()
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """What becomes of the tokens: which are `kept` [N], with which `weights` (of the level's units, 0 where no token is
+    kept, before normalisation). `counted`: units that keep a token. `sums`: what was counted on the way."""
+
+    level: Level
+    kept: Tensor
+    weights: Tensor
+    counted: Tensor
+    sums: dict[str, Tensor]
+
+
+def _decide(config: MisConfig, tokens: _Tokens) -> _Decision:
+    kept, sums = _reject(config, tokens) if config.use_rs else (tokens.present("token"), {})
+    if not config.use_tis:
+        return _Decision("token", kept, kept.double(), kept, sums)
+    level, (lower, upper) = config.tis_level, config.tis_bounds
+    log_weights, present = tokens.units(level), tokens.present(level)
+    low, high = log_weights < _log(lower), log_weights > _log(upper)
+    weights = _exp(log_weights)
+    sums |= {"before": _total(weights, present), "present": present.sum()}
+    if config.tis_mode == "mask":
+        present = present & ~(low | high)
+        kept = kept & tokens.spread(present, level)
+    else:
+        weights = weights.clamp(lower if config.tis_mode == "clip" else 0.0, upper)
+    sums |= {"after": _total(weights, present), "bounded": present.sum()}
+    if config.tis_mode == "truncate":
+        sums["tis_truncate_fraction"] = tokens.count(high, level)
+    else:
+        for side, out in (("low", low), ("high", high)):
+            sums[f"tis_{config.tis_mode}_fraction_{side}"] = tokens.count(out, level)
+    counted = kept if level == "token" else tokens.per_sample(kept) > 0
+    return _Decision(level, kept, weights * counted, counted, sums)
+
+
+def _reject(config: MisConfig, tokens: _Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    """Rejection by `rs_*`: which tokens [N] are kept, and counts."""
+    level, (lower, upper) = config.rs_level, config.rs_bounds
+    units = tokens.units(level)
+    low, high = units < _log(lower), units > _log(upper)
+    sums = {"rs_mask_fraction_low": tokens.count(low, level), "rs_mask_fraction_high": tokens.count(high, level)}
+    kept = tokens.spread(~(low | high), level)
+    if config.rs_veto_threshold is not None:
+        catastrophic = tokens.log_ratio < math.log(config.rs_veto_threshold)
+        vetoed = tokens.per_sample(catastrophic) > 0
+        sums |= {"veto_token_fraction": catastrophic.sum(), "veto_sample_fraction": vetoed.sum()}
+        kept = kept & ~tokens.spread(vetoed, "sequence")
+    return kept, sums
+
+
+def _maxima(tokens: _Tokens, decision: _Decision) -> dict[str, Tensor]:
+    """What is largest on this rank; minus infinity where there is nothing."""
+    nothing, present = torch.tensor(-math.inf, dtype=torch.float64), tokens.counts > 0
+    result = dict.fromkeys(("sample_log_ratio", "log_ppl_diff", "weight", "minus_weight"), nothing)
+    if bool(present.any()):
+        result["sample_log_ratio"] = tokens.units("sequence")[present].max()
+        result["log_ppl_diff"] = tokens.units("geometric").abs().max()
+    if bool(decision.counted.any()):
+        result["weight"] = decision.weights.max()
+        result["minus_weight"] = (-decision.weights).where(decision.counted, -math.inf).max()
+    return result
+
+
+def _totals(tokens: _Tokens, decision: _Decision, largest: float) -> dict[str, Tensor]:
+    """Sums over this rank's tokens and samples; `largest` is that log-ratio of a sample over all ranks."""
+    present = tokens.counts > 0
+    counts, log_ratio = tokens.counts[present], tokens.log_ratio.clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    train, rollout = -tokens.train[present] / counts, -tokens.rollout[present] / counts
+    excess = torch.expm1(log_ratio)
+    return decision.sums | {
+        "tokens": counts.sum(),
+        "samples": present.sum(),
+        "kept_tokens": decision.kept.sum(),
+        "kept_samples": (tokens.per_sample(decision.kept) > 0).sum(),
+        "nonfinite_tokens": torch.tensor(tokens.nonfinite[0]),
+        "nonfinite_samples": torch.tensor(tokens.nonfinite[1]),
+        "train_log_ppl": train.sum(),
+        "rollout_log_ppl": rollout.sum(),
+        "train_ppl": _exp(train).sum(),
+        "rollout_ppl": _exp(rollout).sum(),
+        "log_ppl_diff": (train - rollout).sum(),
+        "log_ppl_abs_diff": (train - rollout).abs().sum(),
+        "kl": -tokens.log_ratio.sum(),
+        "k3": (excess - log_ratio).sum(),
+        "square_ratios": (excess + 1.0).square().sum(),
+        "square_sample_ratios": (2.0 * (tokens.units("sequence")[present] - largest)).exp().sum(),
+        "weights": decision.weights.sum(),
+        "square_weights": decision.weights.square().sum(),
+        "units": decision.counted.sum(),
+    }
+
+
+def _metrics(
+    config: MisConfig, totals: Mapping[str, float], maxima: Mapping[str, float], norm: float
+) -> dict[str, float]:
+    """Those of METRICS that the settings have, from what was completed over ranks."""
+    tokens, samples, units = (max(totals[name], 1.0) for name in ("tokens", "samples", "units"))
+    chi2_token = _log_mean(totals["square_ratios"], tokens)
+    chi2_sequence = _log_mean(totals["square_sample_ratios"], samples)
+    if totals["samples"]:
+        chi2_sequence += 2.0 * maxima["sample_log_ratio"]
+    of_samples = ("train_log_ppl", "rollout_log_ppl", "train_ppl", "rollout_ppl", "log_ppl_diff", "log_ppl_abs_diff")
+    metrics = {name: totals[name] / samples for name in of_samples} | {
+        "log_ppl_diff_max": max(maxima["log_ppl_diff"], 0.0),
+        "kl": totals["kl"] / tokens,
+        "k3": totals["k3"] / tokens,
+        "log_chi2_token": chi2_token,
+        "log_chi2_sequence": chi2_sequence,
+        "chi2_token": math.expm1(min(chi2_token, MAX_EXPONENT)),
+        "chi2_sequence": math.expm1(min(chi2_sequence, MAX_EXPONENT)),
+        "rejected_token_fraction": (totals["tokens"] - totals["kept_tokens"]) / tokens,
+        "rejected_sample_fraction": (totals["samples"] - totals["kept_samples"]) / samples,
+        "nonfinite_tokens": totals["nonfinite_tokens"],
+        "nonfinite_samples": totals["nonfinite_samples"],
+    }
+    metrics |= {name: totals[name] / tokens for name in totals if name.startswith(("tis_", "rs_", "veto_token"))}
+    if "veto_sample_fraction" in totals:
+        metrics["veto_sample_fraction"] = totals["veto_sample_fraction"] / samples
+    if config.use_tis:
+        metrics |= {
+            "tis_weight_before_bound": totals["before"] / max(totals["present"], 1.0),
+            "tis_weight_after_bound": totals["after"] / max(totals["bounded"], 1.0),
+            "tis_weight_mean": totals["weights"] / units / norm,
+            "tis_weight_min": max(-maxima["minus_weight"], 0.0) / norm if totals["units"] else 0.0,
+            "tis_weight_max": max(maxima["weight"], 0.0) / norm,
+            "effective_sample_size": totals["weights"] ** 2 / (units * totals["square_weights"] or 1.0),
+        }
+    if config.tis_batch_normalize:
+        metrics["tis_batch_norm"] = norm
+    return {f"mis/{name}": value for name, value in metrics.items()}
+
+
+def _check_finite(config: MisConfig, totals: Mapping[str, float]) -> None:
+    """After the reduction, so that all ranks stop together."""
+    bad, samples = int(totals["nonfinite_tokens"]), int(totals["nonfinite_samples"])
+    if not bad:
+        return
+    found = f"{bad} trainable tokens of {samples} samples have a log-probability that is NaN or infinite"
+    if not totals["samples"]:
+        raise FloatingPointError(f"{found}, and there is no other sample in this optimizer step: the model is broken")
+    if config.mis_nonfinite == "stop":
+        raise FloatingPointError(f"{found}, in trainer or engine; mis_nonfinite: mask rejects such samples and goes on")
+    logger.warning("%s; they are rejected (mis_nonfinite: mask)", found)
+
+
+def _row(values: Sequence[Tensor]) -> Tensor:
+    """One row of all samples, also of none."""
+    return torch.cat(list(values)) if len(values) else torch.zeros(0)
+
+
+def _per_sample(values: Tensor, counts: Tensor) -> Tensor:
+    if not len(counts):
+        return values.new_zeros(0)
+    return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True)
+
+
+def _exp(log_weights: Tensor) -> Tensor:
+    return log_weights.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
+
+
+def _log(bound: float) -> float:
+    return math.log(bound) if bound > 0 else -math.inf
+
+
+def _log_mean(total: float, count: float) -> float:
+    return math.log(total / count) if total > 0 else 0.0
+
+
+def _total(values: Tensor, where: Tensor) -> Tensor:
+    """The sum of finite values where a mask says so."""
+    return torch.dot(values, where.double())
+
+
+def _reduce(values: Mapping[str, Tensor], op: Literal["sum", "max"], reduce: Reduce | None) -> dict[str, float]:
+    row = torch.stack([value.double() for value in values.values()])
+    row = row if reduce is None else reduce(row, op=op)
+    return dict(zip(values, row.tolist(), strict=True))
+
+
+def _dump(folder: Path, train: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
+    """Write `train` and `rollout` [N] of the trainable tokens, and `sample` [N], their sample's number."""
+    import numpy as np
+
+    mask = _row(masks) != 0
+    sample = torch.repeat_interleave(torch.tensor([len(part) for part in masks]))[mask.cpu()].numpy()
+    train_row, rollout_row = (_row(part)[mask].float().cpu().numpy() for part in (train, rollout))
+    folder.mkdir(parents=True, exist_ok=True)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    number = len(list(folder.glob(f"rank{rank:03d}_*.npz")))
+    np.savez(folder / f"rank{rank:03d}_{number:06d}.npz", train=train_row, rollout=rollout_row, sample=sample)
