@@ -161,6 +161,21 @@ def test_keys_of_mis_yaml_go_to_the_hook(tmp_path: Path):
     assert args.custom_config == {"tis_level": "token", "rs_veto_threshold": 1e-4}
 
 
+def test_null_in_mis_yaml_survives_writing_and_reading_back(tmp_path: Path):
+    path = write(tmp_path / "mis.yaml", "use_rs: true\nrs_veto_threshold: null\n")
+    args = parse("--custom-config-path", path, "--custom-tis-function-path", "mis.weights")
+    args.write(tmp_path / "config.yaml")
+    assert parse("--custom-config-path", str(tmp_path / "config.yaml")).custom_config == args.custom_config
+
+
+def test_files_may_be_named_by_one_flag_or_several(tmp_path: Path):
+    first, second = write(tmp_path / "a.yaml", "seed: 1\nlr: 1"), write(tmp_path / "b.yaml", "seed: 2")
+    for words in ([first, "--custom-config-path", second], [first, second]):
+        args = parse("--custom-config-path", *words)
+        assert (args.seed, args.lr) == (2, 1.0)
+        assert [str(path) for path in args.custom_config_path] == [first, second]
+
+
 def test_null_means_the_default(tmp_path: Path):
     args = parse("--custom-config-path", write(tmp_path / "c.yaml", "global_batch_size:\nsave: null\n"))
     assert (args.global_batch_size, args.save) == (256, None)
@@ -246,6 +261,7 @@ def test_the_name_of_an_environment_variable_is_no_secret(tmp_path: Path):
         (["--n-samples-per-prompt", "1"], ["a group of one has no advantage"]),
         (["--use-kl-loss"], ["--use-kl-loss needs the frozen reference", "--ref-load"]),
         (["--custom-tis-function-path", "mis.w"], ["no effect without --use-tis"]),
+        (["--use-tis", "--rejected-in-denominator"], ["no effect without --custom-tis-function-path"]),
         (["--label-smoothing", "0.1"], ["only with --loss-type sft"]),
         (["--loss-type", "sft", "--use-tis"], ["--use-tis has no effect with --loss-type sft"]),
         (["--loss-type", "sft", "--n-samples-per-prompt", "4"], ["expected --n-samples-per-prompt 1, found 4"]),

@@ -100,8 +100,9 @@ class Args(
         """All values in a form that `--custom-config-path` reads back."""
         values = self.to_dict()
         del values["custom_config_path"]
-        values.update(values.pop("custom_config", {}))
-        return yaml.safe_dump({key: value for key, value in values.items() if value is not None}, sort_keys=False)
+        custom = values.pop("custom_config", {})  # there, null is a value of its own
+        flags = {key: value for key, value in values.items() if value is not None}
+        return yaml.safe_dump({**flags, **custom}, sort_keys=False)
 
     def write(self, path: Path | str) -> None:
         """Write `to_yaml()` to `path`."""

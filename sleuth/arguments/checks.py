@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sleuth.arguments.args import Args
 
+HOOK_SECTIONS = ("search_r1", "custom")
+"""Sections of a YAML file that go to the hooks as they are."""
+
 SECRET_WORDS = ("api_key", "apikey", "secret", "password", "token")
 
 
@@ -62,6 +65,12 @@ def _layout(args: Args) -> Iterator[str]:
             f"expert x expert-tensor x pipeline parallelism = {args.expert_model_parallel_size} x "
             f"{args.expert_tensor_parallel_size} x {pipeline} = {expert * pipeline} must divide the {world} training "
             "GPUs; change one of the sizes"
+        )
+    if args.num_layers_per_virtual_pipeline_stage is not None and pipeline < 3:
+        # Between two ranks, what goes forward and what goes backward would take the same way, and be mixed up.
+        yield (
+            "--num-layers-per-virtual-pipeline-stage: expected --pipeline-model-parallel-size of 3 or more, found "
+            f"{pipeline}; leave it out or raise the latter"
         )
     if args.sequence_parallel and tensor == 1:
         yield (
@@ -158,7 +167,13 @@ def divisibility_problems(
                 f"--tensor-model-parallel-size {tensor} must divide {flag(name)} {size}; "
                 f"{_nearest(nearest_divisors(size, tensor))}"
             )
-    if layers is not None and layers % args.pipeline_model_parallel_size:
+    per_chunk = args.num_layers_per_virtual_pipeline_stage
+    if layers is not None and per_chunk is not None and layers % (args.pipeline_model_parallel_size * per_chunk):
+        yield (
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} x "
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk} must divide --num-layers {layers}; change one of them"
+        )
+    elif layers is not None and layers % args.pipeline_model_parallel_size:
         yield (
             f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} must divide --num-layers {layers}; "
             f"{_nearest(nearest_divisors(layers, args.pipeline_model_parallel_size))}"
@@ -220,6 +235,17 @@ def _loss(args: Args) -> Iterator[str]:
         yield (
             "--custom-tis-function-path has no effect without --use-tis (or use_tis / use_rs in --custom-config-path); "
             "add it or drop the hook"
+        )
+    keys = [name for name in args.custom_config if name not in HOOK_SECTIONS]
+    if keys and not args.custom_tis_function_path:
+        yield (
+            f"{', '.join(keys)} in --custom-config-path: settings of an importance-sampling hook, found none; add "
+            "--custom-tis-function-path mis.compute_mis_weights_with_cp"
+        )
+    if args.rejected_in_denominator and not args.custom_tis_function_path:
+        yield (
+            "--rejected-in-denominator has no effect without --custom-tis-function-path: nothing else rejects tokens; "
+            "drop it"
         )
     if args.tis_clip_low > args.tis_clip:
         yield f"expected --tis-clip-low <= --tis-clip, found {args.tis_clip_low} > {args.tis_clip}; swap them"

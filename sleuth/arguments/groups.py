@@ -213,7 +213,8 @@ class HookArgs(Group):
     custom_config_path: list[Path] = Field(
         default_factory=list,
         description="YAML files with values for any flag (keys with _ or -), merged before validation: the command "
-        "line wins over them, a later file over an earlier one. The sections search_r1 and custom go to the hooks.",
+        "line wins over them, a later file over an earlier one. The sections search_r1 and custom and the keys of "
+        "mis.yaml go to the hooks. The flag may be repeated.",
     )
     custom_config: dict[str, Any] = Field(
         default_factory=dict, exclude_if=lambda value: not value, description="The hooks' own part of those files."

@@ -20,13 +20,13 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from sleuth.arguments.args import Args
-from sleuth.arguments.checks import flag
+from sleuth.arguments.checks import HOOK_SECTIONS, flag
 from sleuth.arguments.groups import Group
 
 NOT_FLAGS = {"custom_config"}
 
-HOOK_SECTIONS = ("search_r1", "custom")
-"""Sections of a YAML file that go to the hooks as they are."""
+REPEATABLE = {"custom_config_path"}
+"""Lists to which a flag adds that is given a second time; elsewhere the last one counts."""
 
 HOOK_KEYS = (
     "use_rs",
@@ -72,8 +72,8 @@ UNSUPPORTED = {
     "moe_aux_loss_coeff": "the router is trained by the loss alone, as if this were 0; leave it out",
     "moe_token_dispatcher_type": "it is always alltoall; leave it out",
     "moe_router_score_function": "it is always softmax; leave it out",
-    "virtual_pipeline_model_parallel_size": "interleaved pipelines are not supported yet",
-    "num_layers_per_virtual_pipeline_stage": "interleaved pipelines are not supported yet",
+    "num_virtual_stages_per_pipeline_rank": "interleaved pipelines: use --num-layers-per-virtual-pipeline-stage",
+    "virtual_pipeline_model_parallel_size": "interleaved pipelines: use --num-layers-per-virtual-pipeline-stage",
 }
 """Flags of related systems that a user may bring along, and what to do instead."""
 
@@ -132,7 +132,8 @@ def build_parser(model: type[Group] = Args) -> argparse.ArgumentParser:
         section = parser.add_argument_group((group.__doc__ or group.__name__).strip())
         for name in group.__annotations__:
             if name in model.model_fields and name not in NOT_FLAGS:
-                section.add_argument(flag(name), **_argument(model.model_fields[name]))
+                options = {"action": "extend"} if name in REPEATABLE else {}
+                section.add_argument(flag(name), **_argument(model.model_fields[name]), **options)
     return parser
 
 
