@@ -33,6 +33,10 @@ MIN_BATCH = 8
 """Fewer texts than this are not worth a second thread."""
 
 
+CPU_BATCH_TOKENS = 2048
+"""Of a forward on a CPU: with more, what one operation writes has left the cache when the next one reads it."""
+
+
 @dataclass(frozen=True)
 class EncoderConfig:
     """How texts become vectors. Two configurations that are equal give embeddings that can be compared."""
@@ -168,8 +172,10 @@ class Encoder:
         def forward(rows: np.ndarray) -> None:
             embeddings[rows] = tower.forward([ids[row] for row in rows]).cpu().numpy()
 
+        tokens = CPU_BATCH_TOKENS if self.device.type == "cpu" else None
         share = max(MIN_BATCH, math.ceil(len(texts) / self._threads))
-        list(self._pool.map(forward, _by_length(ids, min(self.batch_size, share))))
+        batches = _by_length(ids, min(self.batch_size, share), tokens)
+        list(self._pool.map(forward, batches))
         return embeddings
 
     def describe(self) -> dict[str, Any]:
@@ -182,10 +188,18 @@ def _title_and_text(contents: str) -> tuple[str, str]:
     return title.strip('"'), text
 
 
-def _by_length(ids: Sequence[Sequence[int]], batch_size: int) -> Iterator[np.ndarray]:
-    """Rows in batches of texts of similar length, which pad little; the longest first, so that memory fails early."""
+def _by_length(ids: Sequence[Sequence[int]], batch_size: int, max_tokens: int | None) -> Iterator[np.ndarray]:
+    """Rows in batches of texts of similar length, which pad little; the longest first, so that memory fails early.
+
+    A batch has at most `batch_size` rows and, padded, at most `max_tokens` tokens, but at least one row.
+    """
     order = np.argsort([-len(row) for row in ids], kind="stable")
-    return (order[start : start + batch_size] for start in range(0, len(order), batch_size))
+    start = 0
+    while start < len(order):
+        fitting = max_tokens // len(ids[order[start]]) if max_tokens else batch_size
+        rows = order[start : start + max(1, min(batch_size, fitting))]
+        yield rows
+        start += len(rows)
 
 
 class _Tower:
