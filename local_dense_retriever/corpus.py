@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import numpy as np
 import orjson
@@ -40,20 +40,11 @@ HEAD = 5
 FLUSH_EVERY = 1 << 16
 
 
-class Corpus(Protocol):
-    """Passages by number, as a retriever finds them and a server answers them."""
+class Corpus(Sequence[Passage]):
+    """Passages by number, as a retriever finds them and a server answers them. Threads may share it."""
 
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the unpacked text (xxh3, 32 hex digits): equal for a file, its copies and its packed form."""
-        ...
-
-    def __len__(self) -> int: ...
-    @overload
-    def __getitem__(self, index: int) -> Passage: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Passage]: ...
-    def __iter__(self) -> Iterator[Passage]: ...
+    fingerprint: str
+    """Hash of the unpacked text (xxh3, 32 hex digits): equal for a file, its copies and its packed form."""
 
 
 def open_corpus(path: Path | str, cache_dir: Path | str | None = None) -> Corpus:
@@ -109,7 +100,7 @@ def _lenient(line: bytes, message: str) -> Any:
         raise ValueError(message) from None
 
 
-class ListedCorpus(Sequence[Passage]):
+class ListedCorpus(Corpus):
     """A `.jsonl.gz` file, in memory."""
 
     def __init__(self, path: Path) -> None:
@@ -130,8 +121,8 @@ class ListedCorpus(Sequence[Passage]):
         return self._passages[index]
 
 
-class MappedCorpus(Sequence[Passage]):
-    """A `.jsonl` file on disk, of which only the passages asked for are read. Threads may share it."""
+class MappedCorpus(Corpus):
+    """A `.jsonl` file on disk, of which only the passages asked for are read."""
 
     def __init__(self, path: Path, offsets: np.ndarray) -> None:
         self._path = path

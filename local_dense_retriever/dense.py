@@ -88,7 +88,7 @@ def load_dense(
     that is missing, broken, of another size, dimension or encoder, or too big.
     """
     index = open_index(index_path)
-    check_size(index, len(corpus), index_path)
+    check_corpus(index, corpus, index_path)
     if check:
         _check_memory(
             encoder_config, index, index_path, corpus_path, fp16=bool(fp16), halve=faiss_fp16, on_gpu=faiss_gpu
@@ -121,12 +121,16 @@ def open_index(path: Path | str) -> Any:
         ) from None
 
 
-def check_size(index: Any, passages: int, path: Path | str) -> None:
-    """ValueError unless the index has one vector for each passage."""
-    if index.ntotal != passages:
+def check_corpus(index: Any, corpus: Corpus, path: Path | str) -> None:
+    """ValueError unless the index has one vector for each passage and, where it says so, is of this corpus."""
+    remedy = "give the index and the corpus that belong together, or build the index anew (build_index.py)"
+    if index.ntotal != len(corpus):
+        raise ValueError(f"{path} holds {index.ntotal:,} vectors, but the corpus {len(corpus):,} passages; {remedy}")
+    kept = read_description(path)
+    if kept is not None and kept["corpus"] != corpus.fingerprint:
         raise ValueError(
-            f"{path} holds {index.ntotal:,} vectors, but the corpus {passages:,} passages; the index must be of this "
-            f"very corpus: give the two that belong together, or build the index anew (build_index.py)"
+            f"{path} is of another corpus of as many passages (fingerprint {kept['corpus']}, this one has "
+            f"{corpus.fingerprint}); {remedy}"
         )
 
 
@@ -135,13 +139,21 @@ def description_path(index_path: Path | str) -> Path:
     return Path(f"{index_path}.json")
 
 
+def read_description(index_path: Path | str) -> dict[str, Any] | None:
+    """What `build_index.py` kept beside the index; None for an index from elsewhere."""
+    path = description_path(index_path)
+    try:
+        return json.loads(path.read_text()) if path.is_file() else None
+    except ValueError as error:
+        raise ValueError(f"{path} is broken ({error}); build the index anew (build_index.py)") from None
+
+
 def check_probe(encoder: Encoder, index_path: Path | str) -> None:
     """ValueError if the index says what it was made with, and this encoder embeds the probe otherwise."""
-    path = description_path(index_path)
-    if not path.is_file():
-        logger.info("%s does not exist: that the index was made with this encoder cannot be checked", path)
+    kept = read_description(index_path)
+    if kept is None:
+        logger.info("no %s: that the index was made with this encoder cannot be checked", description_path(index_path))
         return
-    kept = json.loads(path.read_text())
     if not similar(np.array(kept["probe"], np.float32), encoder.encode_queries([PROBE])[0]):
         raise ValueError(
             f"{index_path} was made with another encoder or other settings: {kept['encoder']}, but this is "

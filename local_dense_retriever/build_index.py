@@ -1,0 +1,171 @@
+"""Builds a search index of a corpus: embeddings, FAISS indices of them and how much they find; or a BM25 index.
+
+    python local_dense_retriever/build_index.py --corpus_path corpus.jsonl --save_dir index --retriever_name e5
+    python local_dense_retriever/build_index.py --corpus_path corpus.jsonl --save_dir index --retriever_name e5 \\
+        --index_type flat ivf_pq hnsw
+    python local_dense_retriever/build_index.py --corpus_path corpus.jsonl --save_dir bm25 --retriever_name bm25
+
+The embeddings are kept in the folder (2 bytes a number), so that another --index_type needs no encoding, and a killed
+run goes on where it was. Several machines or GPUs share the work: each runs one --shard (1/4 to 4/4) into the same
+folder, then a run without --shard makes the index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+if not __package__:  # run as a script: make the project importable
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from local_dense_retriever.corpus import Corpus, open_corpus
+from local_dense_retriever.dense import read_description
+from local_dense_retriever.embeddings import Embeddings, Origin, Shard, write_embeddings
+from local_dense_retriever.encoders import (
+    PRESETS,
+    Encoder,
+    EncoderConfig,
+    add_encoder_flags,
+    config_from_flags,
+)
+from local_dense_retriever.indices import INDEX_TYPES, IndexOptions, Recall, build_and_measure
+from local_dense_retriever.retrievers import Bm25Retriever
+from local_dense_retriever.sizes import gigabytes
+
+logger = logging.getLogger("local_dense_retriever")
+
+QUERY_WORDS = 16
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus_path", required=True, help="passages, a .jsonl or .jsonl.gz file")
+    parser.add_argument("--save_dir", required=True, type=Path, help="folder for embeddings and indices")
+    parser.add_argument(
+        "--retriever_name",
+        default="e5",
+        help=f"bm25, an encoder ({', '.join(PRESETS)}), or any name with --retriever_model [e5]",
+    )
+    parser.add_argument("--index_type", nargs="+", default=["flat"], choices=INDEX_TYPES, help="one or more [flat]")
+    parser.add_argument("--shard", type=_shard, help="encode one part only, such as 2/4, and make no index")
+    parser.add_argument("--batch_size", type=int, default=64, help="passages encoded together, at most [64]")
+    parser.add_argument("--threads", type=int, help="CPU threads that encode [as many as torch takes]")
+    add_encoder_flags(parser)
+    group = parser.add_argument_group("indices")
+    defaults = IndexOptions()
+    group.add_argument("--nlist", type=int, help="IVF: clusters [4 sqrt(n), fewer for small corpora]")
+    group.add_argument("--nprobe", type=int, help="IVF: clusters searched [a sixteenth, at least 16]")
+    group.add_argument("--pq_bytes", type=int, help="IVF-PQ: bytes a vector [a quarter of its dimension]")
+    for name in ("ef_construction", "ef_search", "seed"):
+        group.add_argument(f"--{name}", type=int, default=getattr(defaults, name), help=f"[{getattr(defaults, name)}]")
+    group.add_argument("--queries_path", type=Path, help="queries to measure recall with, one a line [from passages]")
+    group.add_argument("--recall_queries", type=int, default=200, help="how many of them [200]")
+    args = parser.parse_args(argv)
+    counts = ("batch_size", "recall_queries", "threads", "nlist", "nprobe", "pq_bytes", "ef_construction", "ef_search")
+    for flag in counts:
+        if (value := getattr(args, flag)) is not None and value < 1:
+            parser.error(f"--{flag}: found {value}, expected 1 or more")
+    return args
+
+
+def _shard(text: str) -> Shard:
+    try:
+        return Shard.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None  # which argparse shows
+
+
+def recall_queries(corpus: Corpus, path: Path | None, count: int, seed: int) -> list[str]:
+    """`count` lines of the file, or the beginnings of as many random passages' texts, as queries."""
+    if path is not None:
+        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+        if not lines:
+            raise ValueError(f"--queries_path: {path} is empty; expected one query a line")
+        return lines[:count]
+    chosen = np.random.default_rng(seed).choice(len(corpus), min(count, len(corpus)), replace=False)
+    return [_beginning(corpus[int(number)]["contents"]) for number in chosen]
+
+
+def _beginning(contents: str) -> str:
+    title, _, text = contents.partition("\n")
+    return " ".join((text or title).split()[:QUERY_WORDS]) or title
+
+
+def print_table(reports: Sequence[Recall], passages: int) -> None:
+    """The indices beside exact search, on standard output."""
+    table = Table("index", "size", "built in", "ms/query", title=f"{passages:,} passages; recall beside exact search")
+    for k in reports[0].recall:
+        table.add_column(f"recall@{k}", justify="right")
+    for report in reports:
+        found = [f"{value:.3f}" for value in report.recall.values()]
+        table.add_row(
+            report.index_type, gigabytes(report.size), f"{report.build_s:.1f} s", f"{report.query_ms:.2f}", *found
+        )
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+
+
+def up_to_date(folder: Path, index_types: Sequence[str], corpus: Corpus, config: EncoderConfig) -> bool:
+    """Whether the folder has all these indices already, of this corpus and by this encoder."""
+    kept = [read_description(folder / f"{name}.index") for name in index_types]
+    files = all((folder / f"{name}.index").is_file() for name in index_types)
+    return files and all(d and (d["corpus"], d["encoder"]) == (corpus.fingerprint, asdict(config)) for d in kept)
+
+
+def build_dense(args: argparse.Namespace, corpus: Corpus) -> None:
+    config = config_from_flags(args)
+    if args.shard is None and up_to_date(args.save_dir, args.index_type, corpus, config):
+        logger.info("%s has these indices of this corpus and encoder already", args.save_dir)
+        return
+    encoder = Encoder(config, device=args.device, fp16=args.fp16, batch_size=args.batch_size, threads=args.threads)
+    shard = args.shard or _whole(args.save_dir)
+    if shard is not None:
+        write_embeddings(corpus, encoder, args.save_dir, shard)
+    if args.shard is not None:
+        logger.info("--shard %d/%d is done; once all are, leave --shard out", args.shard.number, args.shard.count)
+        return
+    embeddings = Embeddings(args.save_dir)
+    Origin.of(corpus, encoder).check(embeddings.origin, str(args.save_dir))
+    queries = encoder.encode_queries(recall_queries(corpus, args.queries_path, args.recall_queries, args.seed))
+    names = ("nlist", "nprobe", "pq_bytes", "ef_construction", "ef_search", "seed")
+    options = IndexOptions(**{name: getattr(args, name) for name in names})
+    print_table(build_and_measure(embeddings, args.index_type, args.save_dir, queries, options), len(corpus))
+
+
+def _whole(folder: Path) -> Shard | None:
+    """The one shard of a run without --shard; None where the folder has embeddings in several shards."""
+    several = [path for path in folder.glob("embeddings-*-of-*.json") if not path.stem.endswith("-of-00001")]
+    return None if several else Shard()
+
+
+def build_bm25(args: argparse.Namespace, corpus: Corpus) -> None:
+    started = time.monotonic()
+    Bm25Retriever.build(corpus, show_progress=True).save(args.save_dir, corpus.fingerprint)
+    logger.info("BM25 index of %d passages in %s after %.1f s", len(corpus), args.save_dir, time.monotonic() - started)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    args = parse_args(argv)
+    try:
+        corpus = open_corpus(args.corpus_path)
+        (build_bm25 if args.retriever_name == "bm25" else build_dense)(args, corpus)
+    except ValueError as error:
+        logger.error("%s", error)
+        return 1
+    except KeyboardInterrupt:
+        logger.error("interrupted; the same command goes on with what is done")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
