@@ -20,6 +20,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -134,10 +135,18 @@ class SearchConfig(_Section):
 def search_config(args: Any) -> SearchConfig:
     """SEARCH_R1_CONFIGS, overridden by `args.custom_config["search_r1"]`; ValueError says what is wrong."""
     overrides = (getattr(args, "custom_config", None) or {}).get("search_r1") or {}
-    try:
-        return SearchConfig.model_validate(_merge(SEARCH_R1_CONFIGS, overrides))
-    except ValidationError as errors:
-        raise ValueError("search_r1: " + "; ".join(map(_explain, errors.errors()))) from None
+    written = repr((SEARCH_R1_CONFIGS, overrides))  # both can be changed in place
+    if written not in _configs:
+        _configs.clear()  # a run has one
+        try:
+            _configs[written] = SearchConfig.model_validate(_merge(SEARCH_R1_CONFIGS, overrides))
+        except ValidationError as errors:
+            raise ValueError("search_r1: " + "; ".join(map(_explain, errors.errors()))) from None
+    return _configs[written]
+
+
+_configs: dict[str, SearchConfig] = {}
+"""The last one: validation costs more than a turn's bookkeeping."""
 
 
 def check_args(args: Any) -> None:
@@ -355,7 +364,12 @@ def _stop_strings(stop: str | Sequence[str] | None) -> list[str]:
 
 def think_opened_by_prompt(prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
     """`<think>` where the prompt ends with it, as some chat templates do; it belongs to the first turn then."""
-    return "<think>" if decode(prompt_ids[-8:], tokenizer).rstrip().endswith("<think>") else ""
+    return _think_opened_by(tuple(prompt_ids[-8:]), tokenizer)
+
+
+@lru_cache(maxsize=1024)
+def _think_opened_by(prompt_end: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> str:
+    return "<think>" if decode(prompt_end, tokenizer).rstrip().endswith("<think>") else ""
 
 
 # --- The reward ---

@@ -309,6 +309,13 @@ def test_overrides_reach_into_sections() -> None:
     assert (config.local.search_url, config.local.proxy, config.topk) == ("http://x/retrieve", None, 5)
 
 
+def test_a_change_in_place_is_seen() -> None:
+    args = make_args()
+    assert search_config(args).topk == search_config(args).topk == 3
+    args.custom_config["search_r1"]["topk"] = 7
+    assert search_config(args).topk == 7
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

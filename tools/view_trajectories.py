@@ -21,7 +21,7 @@ from rich.text import Text
 if not __package__:  # run as a script: make the project importable
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sleuth.metrics.trajectories import expected, headline, read_trajectories, reward_explanation, segment_heading
+from sleuth.metrics.trajectories import findings, headline, read_trajectories, reward_explanation, segment_heading
 
 COLOURS = {"model": "green", "observation": "blue", "correction": "yellow"}
 
@@ -58,16 +58,15 @@ def find_file(path: Path) -> Path:
 
 
 def render(record: dict[str, Any], *, with_prompt: bool = True) -> Panel:
-    """A trajectory as a panel: prompt, coloured segments, expected answers, reward."""
+    """A trajectory as a panel: prompt, coloured segments, expected and given answer, what is invalid, reward."""
     parts = [Text(record["prompt"], style="dim")] if with_prompt else []
     for segment in record["segments"]:
         colour = COLOURS.get(segment["source"], "white")
         parts.append(Text(segment_heading(segment), style=f"bold {colour}"))
         parts.append(Text(segment["text"], style=colour))
-    parts.append(Text(f"expected: {expected(record)}", style="bold"))
-    if record["error"]:
-        parts.append(Text(f"error: {record['error']}", style="bold red"))
-    parts.append(Text(f"reward: {reward_explanation(record)}", style="bold"))
+    for name, value in findings(record):
+        parts.append(Text(f"{name}: {value}", style="bold red" if name in ("Invalid format", "Error") else "bold"))
+    parts.append(Text(f"Reward: {reward_explanation(record)}", style="bold"))
     border = "green" if record["reward_components"].get("exact_match") else "red"
     return Panel(Group(*parts), title=Text(headline(record)), title_align="left", border_style=border)
 

@@ -14,6 +14,7 @@ from sleuth.cluster.placement import Device, Placement
 from sleuth.cluster.train_group import TrainGroup
 from sleuth.engine.actor import EngineActor
 from sleuth.engine.server import EngineConfig
+from sleuth.rollout.collector import relax_garbage_collector
 from sleuth.rollout.manager import RolloutManager, StepData, SupervisedManager
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class RolloutActor:
     def load(self) -> None:
         """Not in the constructor: there Ray would wrap a user's error in one of its own."""
         self.manager = RolloutManager(self.args, self.run_dir)
+        relax_garbage_collector()
 
     def connect(self, engine_urls: list[str], state: dict[str, Any]) -> list[int]:
         """Connect to the engines; returns the probe's token ids."""

@@ -63,6 +63,8 @@ def trajectory_record(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dic
         "rollout_metrics": {name: finite(value) for name, value in sample.rollout_metrics.items()},
         "weight_version": sample.weight_version,
         "label": _plain(sample.label),
+        "answer": _plain(sample.metadata.get("answer")),
+        "invalid_reason": _plain(sample.metadata.get("invalid_reason")),
         "prompt": _decode(sample.trace.prompt_ids, tokenizer),
         "segments": [_segment_record(sample, segment, tokenizer) for segment in sample.trace.segments],
         "prompt_ids": list(sample.trace.prompt_ids),
@@ -110,9 +112,7 @@ def read_trajectories(path: str | Path) -> list[dict[str, Any]]:
 
 def trajectory_markdown(record: dict[str, Any]) -> str:
     """A record as a section of markdown: a heading with the score, then the segments in order."""
-    parts = [f"## {headline(record)}\n", f"Expected: {expected(record)}\n"]
-    if record["error"]:
-        parts.append(f"Error: {record['error']}\n")
+    parts = [f"## {headline(record)}\n", *(f"{name}: {value}\n" for name, value in findings(record))]
     parts.append(_block("prompt", record["prompt"]))
     parts.extend(_block(segment_heading(segment), segment["text"]) for segment in record["segments"])
     parts.append(f"Reward {_number(record['reward'])}: {reward_explanation(record)}\n")
@@ -147,6 +147,18 @@ def reward_explanation(record: dict[str, Any]) -> str:
     """The reward's components and what the hook counted: why the reward is what it is."""
     numbers = record["reward_components"] | record["rollout_metrics"]
     return ", ".join(f"{name} {_number(value)}" for name, value in numbers.items()) or "no components were given"
+
+
+def findings(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was expected, what was answered, and what was wrong with the format or the run, as far as it is known."""
+    found = [("Expected", expected(record))]
+    if record.get("answer") is not None or "answered" in record["reward_components"]:
+        found.append(("Answered", "nothing" if record.get("answer") is None else str(record["answer"])))
+    if record.get("invalid_reason"):
+        found.append(("Invalid format", str(record["invalid_reason"])))
+    if record["error"]:
+        found.append(("Error", record["error"]))
+    return found
 
 
 def expected(record: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 import aiohttp
+import orjson
 import tenacity
 
 from sleuth.retries import failure, with_retries
@@ -81,7 +82,7 @@ class EngineClient:
         self._turns = itertools.cycle(self.urls)
         self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=10.0)
         self._attempts = attempts
-        self._first_wait = first_wait
+        self._wait = tenacity.wait_random_exponential(multiplier=first_wait, max=MAX_WAIT_SECONDS)
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -122,7 +123,7 @@ class EngineClient:
 
     async def abort_all(self) -> None:
         """Ask every engine to end its requests; their `generate` returns with finish_reason "abort"."""
-        await asyncio.gather(*(self._request(url, "abort_request", {"abort_all": True}) for url in self.urls))
+        await asyncio.gather(*(self._request(url, "abort_request", b'{"abort_all": true}') for url in self.urls))
 
     async def close(self) -> None:
         """Close the connections; the next call opens new ones."""
@@ -151,25 +152,26 @@ class EngineClient:
 
     async def _request_with_retries(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Each attempt goes to the next engine in turn; returns the url that answered and what it said."""
+        data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
         async def attempt() -> tuple[str, dict[str, Any]]:
             url = next(self._turns)
             async with self._places[url]:
-                return url, await self._request(url, path, body)
+                return url, await self._request(url, path, data)
 
         return await with_retries(
             attempt,
             is_transient=lambda error: isinstance(error, _TransientError),
             attempts=self._attempts,
-            wait=tenacity.wait_random_exponential(multiplier=self._first_wait, max=MAX_WAIT_SECONDS),
+            wait=self._wait,
             before_sleep=lambda state: logger.warning("attempt %d: %s", state.attempt_number, failure(state)),
         )
 
-    async def _request(self, url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _request(self, url: str, path: str, data: bytes) -> dict[str, Any]:
         session = self._open_session()
         try:
-            async with session.post(f"{url}/{path}", json=body) as response:
-                text = await response.text()
+            async with session.post(f"{url}/{path}", data=data) as response:
+                answer = await response.read()
         except aiohttp.ConnectionTimeoutError as error:
             raise _TransientError(
                 f"{url}/{path} did not accept a connection: {error!r}; is the engine busy?"
@@ -179,10 +181,10 @@ class EngineClient:
         except aiohttp.ClientError as error:
             raise _TransientError(f"{url}/{path} cannot be reached: {error!r}; has the engine died?") from error
         if response.status in TRANSIENT_STATUS:
-            raise _TransientError(f"{url}/{path} answered {response.status}: {_message(text)} (see the engine's log)")
+            raise _TransientError(f"{url}/{path} answered {response.status}: {_message(answer)} (see the engine's log)")
         if response.status != 200:
-            raise EngineError(f"{url}/{path} refused the request with {response.status}: {_message(text)}")
-        return json.loads(text) if text else {}
+            raise EngineError(f"{url}/{path} refused the request with {response.status}: {_message(answer)}")
+        return _parse_json(answer, url) if answer else {}
 
     def _open_session(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
@@ -190,7 +192,12 @@ class EngineClient:
             # The semaphores bound the number of connections, not aiohttp. The engine closes idle ones after 5 s; we
             # drop them before that, so that none is closed under a request.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
-            self._session = aiohttp.ClientSession(timeout=self._timeout, connector=connector)
+            self._session = aiohttp.ClientSession(
+                timeout=self._timeout,
+                connector=connector,
+                headers={"Content-Type": "application/json"},
+                cookie_jar=aiohttp.DummyCookieJar(),  # an engine sets none; looking for them costs time
+            )
             self._loop = loop
         if self._loop is not loop:
             raise RuntimeError(
@@ -226,14 +233,27 @@ def _parse_generation(answer: dict[str, Any], url: str) -> Generation:
 
 def _parse_log_probs(entries: list[list[Any]], url: str, what: str) -> tuple[list[int], list[float]]:
     """Entries are [log-probability, id, text]."""
-    for position, entry in enumerate(entries):
-        if entry[0] is None or not math.isfinite(entry[0]):
-            raise EngineError(f"{url}: {what} token {position} of {len(entries)} has log-probability {entry[0]}")
-    return [entry[1] for entry in entries], [entry[0] for entry in entries]
+    ids, log_probs = [entry[1] for entry in entries], [entry[0] for entry in entries]
+    if None in log_probs or not math.isfinite(sum(log_probs)):  # one pass where all is well
+        wrong = next(i for i, value in enumerate(log_probs) if value is None or not math.isfinite(value))
+        raise EngineError(f"{url}: {what} token {wrong} of {len(entries)} has log-probability {log_probs[wrong]}")
+    return ids, log_probs
 
 
-def _message(text: str) -> str:
+def _parse_json(answer: bytes, url: str) -> dict[str, Any]:
+    try:
+        return orjson.loads(answer)
+    except orjson.JSONDecodeError:
+        pass  # some servers write NaN, which is no JSON but says more than that
+    try:
+        return json.loads(answer)
+    except ValueError:
+        raise EngineError(f"{url}: expected JSON, found {answer[:200]!r}") from None
+
+
+def _message(answer: bytes) -> str:
     """What an error answer says, without its JSON wrapping."""
+    text = answer.decode(errors="replace")
     try:
         error = json.loads(text)["error"]
         text = error["message"] if isinstance(error, dict) else str(error)

@@ -7,6 +7,7 @@ import email.utils
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 import aiohttp
@@ -40,15 +41,14 @@ class SearchError(RuntimeError):
 
 
 async def request_text(method: str, url: str, *, timeout: float, **options: Any) -> str:
-    """The body of an answer with status 200; SearchError for everything else.
+    """The body of an answer with status 200, as UTF-8, which JSON is; SearchError for everything else.
 
     Messages name the URL and what was answered, never the request's headers or body.
     """
     session = await shared_session()
     try:
-        limit = aiohttp.ClientTimeout(total=timeout)
-        async with session.request(method, url, timeout=limit, **options) as response:
-            text = await response.text(errors="replace")
+        async with session.request(method, url, timeout=_within(timeout), **options) as response:
+            text = (await response.read()).decode("utf-8", "replace")
     except TimeoutError:
         raise SearchError(f"{url}: no answer within {timeout} s", "timeout", retryable=True) from None
     except aiohttp.InvalidURL:
@@ -58,6 +58,11 @@ async def request_text(method: str, url: str, *, timeout: float, **options: Any)
     if response.status != 200:
         raise status_error(response, url, text)
     return text
+
+
+@lru_cache(maxsize=8)
+def _within(seconds: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=seconds)
 
 
 def status_error(response: aiohttp.ClientResponse, url: str, text: str) -> SearchError:
@@ -110,7 +115,10 @@ def _wait_seconds(state: tenacity.RetryCallState) -> float:
 
 def search_session() -> aiohttp.ClientSession:
     """A session for backends; their callers bound how many requests are under way."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        cookie_jar=aiohttp.DummyCookieJar(),  # a search is on its own
+    )
 
 
 MakeSession = Callable[[], aiohttp.ClientSession]

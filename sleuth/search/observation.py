@@ -77,7 +77,7 @@ def _observation(passages: tuple[Passage, ...], tokenizer: PreTrainedTokenizerBa
 def _shortened_observation(
     lines: list[str], token_starts: list[list[int]], tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> tuple[int, ...]:
-    empty = encode(_frame([]), tokenizer).ids
+    empty = _empty_observation(tokenizer)
     for count in range(len(lines), 0, -1):
         budget = max_tokens - len(empty) - count  # a line end costs a token
         while budget > 0:
@@ -89,7 +89,12 @@ def _shortened_observation(
             if len(ids) <= max_tokens:
                 return tuple(ids)
             budget -= len(ids) - max_tokens  # a cut can cost a token where the whole text had merged
-    return tuple(empty)
+    return empty
+
+
+@lru_cache(maxsize=8)
+def _empty_observation(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    return tuple(encode(_frame([]), tokenizer).ids)
 
 
 def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> Encoding:

@@ -78,6 +78,19 @@ def test_markdown_explains_the_reward(tokenizer):
     assert "Reward 0.2: valid_format 1, searches 1" in text
 
 
+def test_markdown_says_what_was_answered_and_why_the_format_is_invalid(tokenizer):
+    sample = make_sample(components={"answered": 1.0}, label="Anne")
+    sample.metadata |= {"answer": "Ann", "invalid_reason": "turn 1: text after </answer>"}
+    text = trajectory_markdown(json.loads(json.dumps(trajectory_record(sample, tokenizer))))
+    assert "Expected: Anne\n\nAnswered: Ann\n\nInvalid format: turn 1: text after </answer>\n" in text.replace(
+        "\n\n\n", "\n\n"
+    )
+    sample.metadata |= {"answer": None, "invalid_reason": None}
+    text = trajectory_markdown(trajectory_record(sample, tokenizer))
+    assert "Answered: nothing" in text
+    assert "Invalid format" not in text
+
+
 def test_markdown_of_a_failed_sample_and_of_text_with_fences(tokenizer):
     sample = make_sample(reward=None, status=SampleStatus.FAILED, reason=StopReason.SEARCH_FAILED)
     sample.error = "connection refused"

@@ -157,7 +157,7 @@ def test_another_event_loop_is_refused() -> None:
         asyncio.run(client.generate([5], SAMPLING))
 
 
-Answer = tuple[int, dict[str, Any]]
+Answer = tuple[int, dict[str, Any] | str]
 
 
 def answer(log_probs: list[list[Any]], reason: str = "stop", **more: Any) -> Answer:
@@ -176,7 +176,9 @@ def scripted(answers: list[Answer], action: Use, **options: Any) -> Any:
         await asyncio.sleep(0.02)
         under_way -= 1
         status, body = answers.pop(0) if len(answers) > 1 else answers[0]
-        return web.json_response(body, status=status)
+        return (
+            web.Response(text=body, status=status) if isinstance(body, str) else web.json_response(body, status=status)
+        )
 
     async def run() -> Any:
         application = web.Application()
@@ -199,6 +201,11 @@ def scripted(answers: list[Answer], action: Use, **options: Any) -> Any:
 
 def generate(client: EngineClient) -> Awaitable[Any]:
     return client.generate([5], SAMPLING)
+
+
+def test_an_answer_that_is_no_json_is_told() -> None:
+    with pytest.raises(EngineError, match="expected JSON, found"):
+        scripted([(200, "<html>a page of a proxy")], generate)
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("-inf")])
