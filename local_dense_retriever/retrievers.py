@@ -1,17 +1,23 @@
-"""What finds passages: the interface of a retriever, BM25, and the fusion of several retrievers' rankings."""
+"""What finds passages: the interface of a retriever, BM25, Lucene, and the fusion of several rankings."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import bm25s
 import numpy as np
 
+from local_dense_retriever.corpus import Corpus
+
 logger = logging.getLogger(__name__)
 
-RETRIEVER_NAMES = ("bm25",)
+BM25_FACTS = "sleuth.json"
+FUSED_DEPTH = 100
+"""How far down a ranking counts in a fusion, and so the most passages a fusion gives."""
 
 
 class Ranked(NamedTuple):
@@ -34,27 +40,57 @@ class Retriever(Protocol):
 
 
 class Bm25Retriever:
-    """BM25 (Lucene's variant) over English word stems where PyStemmer is installed."""
+    """BM25 (Lucene's variant, by bm25s) over English word stems where PyStemmer is installed."""
 
     def __init__(self, index: bm25s.BM25) -> None:
         self._index = index
         self._stemmer = _english_stemmer()
 
     @classmethod
-    def build(cls, passages: Sequence[dict[str, Any]]) -> Bm25Retriever:
-        """An index of the passages' contents, in memory."""
+    def build(cls, passages: Iterable[dict[str, Any]], *, show_progress: bool = False) -> Bm25Retriever:
+        """An index of the passages' contents, in memory; some 100 bytes a word while it is built."""
         retriever = cls(bm25s.BM25(method="lucene"))
-        tokens = retriever.encode([passage["contents"] for passage in passages])
-        retriever._index.index(tokens, show_progress=False)
+        tokens = retriever._tokenize((passage["contents"] for passage in passages), True, show_progress)
+        retriever._index.index(tokens, show_progress=show_progress)
+        return retriever
+
+    def save(self, folder: Path | str, fingerprint: str) -> None:
+        """Write the index into a folder; `fingerprint` is its corpus's."""
+        self._index.save(folder, show_progress=False)
+        facts = {"fingerprint": fingerprint, "stemmed": self._stemmer is not None}
+        (Path(folder) / BM25_FACTS).write_text(json.dumps(facts))
+
+    @classmethod
+    def load(cls, folder: Path | str, corpus: Corpus) -> Bm25Retriever:
+        """The index that `save` wrote, mapped into memory; ValueError if it is not one of this corpus."""
+        try:
+            retriever = cls(bm25s.BM25.load(folder, mmap=True))
+            facts = json.loads((Path(folder) / BM25_FACTS).read_text())
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{folder} holds no BM25 index ({error}); make one with build_index.py") from None
+        indexed = retriever._index.scores["num_docs"]
+        if indexed != len(corpus):
+            raise ValueError(
+                f"the BM25 index {folder} has {indexed} passages, the corpus {len(corpus)}; give the corpus that the "
+                f"index was made of, or make the index anew with build_index.py"
+            )
+        if facts["fingerprint"] != corpus.fingerprint:
+            raise ValueError(f"the BM25 index {folder} is of another corpus; make it anew with build_index.py")
+        if facts["stemmed"] != (retriever._stemmer is not None):
+            state = "with" if facts["stemmed"] else "without"
+            raise ValueError(f"the BM25 index {folder} was made {state} PyStemmer, so it must be searched {state} it")
         return retriever
 
     def encode(self, queries: Sequence[str]) -> list[list[str]]:
-        return bm25s.tokenize(
-            list(queries), stopwords="en", stemmer=self._stemmer, return_ids=False, show_progress=False
-        )
+        return self._tokenize(queries, False)
 
     def search(self, encoded: Sequence[Sequence[str]], topk: int) -> list[list[Ranked]]:
         return [self._search_one(words, topk) for words in encoded]
+
+    def _tokenize(self, texts: Iterable[str], return_ids: bool, show_progress: bool = False) -> Any:
+        return bm25s.tokenize(  # any iterable will do
+            texts, stopwords="en", stemmer=self._stemmer, return_ids=return_ids, show_progress=show_progress
+        )
 
     def _search_one(self, words: Sequence[str], topk: int) -> list[Ranked]:
         known = [word for word in words if word in self._index.vocab_dict]
@@ -79,8 +115,79 @@ def _english_stemmer() -> Any:
     return Stemmer.Stemmer("english")
 
 
-def load_retriever(name: str, passages: Sequence[dict[str, Any]]) -> Retriever:
-    """The retriever of that name over the passages; ValueError names the choices."""
-    if name != "bm25":
-        raise ValueError(f"no retriever named {name!r}; --retriever_name takes one of: {', '.join(RETRIEVER_NAMES)}")
-    return Bm25Retriever.build(passages)
+class LuceneRetriever:
+    """An index that pyserini made of the corpus, searched by pyserini, which needs Java."""
+
+    def __init__(self, folder: Path | str, corpus: Corpus, threads: int = 4) -> None:
+        """ValueError if pyserini is not installed, or the index is not as large as the corpus."""
+        try:
+            from pyserini.search.lucene import LuceneSearcher
+        except ImportError as error:
+            raise ValueError(
+                f"{folder} is a Lucene index, but pyserini cannot be imported ({error}): pip install pyserini and "
+                f"Java 21, or make an index with build_index.py, which needs neither"
+            ) from None
+        self._searcher = LuceneSearcher(str(folder))
+        self._corpus, self._threads = corpus, threads
+        self._places: dict[str, int] | None = None
+        if self._searcher.num_docs != len(corpus):
+            raise ValueError(
+                f"the Lucene index {folder} has {self._searcher.num_docs} passages, the corpus {len(corpus)}; give "
+                f"the corpus that the index was made of"
+            )
+
+    def encode(self, queries: Sequence[str]) -> list[str]:
+        return list(queries)
+
+    def search(self, encoded: Sequence[str], topk: int) -> list[list[Ranked]]:
+        numbers = list(map(str, range(len(encoded))))
+        found = self._searcher.batch_search(list(encoded), numbers, k=topk, threads=self._threads)
+        return [[Ranked(self._place(hit.docid), float(hit.score)) for hit in found[number]] for number in numbers]
+
+    def _place(self, identifier: str) -> int:
+        """The number of the passage with that id; usually they are the same."""
+        number = int(identifier) if identifier.isdecimal() else len(self._corpus)
+        if number < len(self._corpus) and str(self._corpus[number].get("id")) == identifier:
+            return number
+        if self._places is None:
+            self._places = {str(passage.get("id")): index for index, passage in enumerate(self._corpus)}
+        return self._places[identifier]
+
+
+class HybridRetriever:
+    """Several retrievers, their rankings joined by reciprocal rank fusion.
+
+    A passage's score is the sum of 1 / (60 + its rank) over the rankings that hold it among their first FUSED_DEPTH
+    (Cormack, Clarke, Buettcher, SIGIR 2009), whatever `topk` is, so that more passages never change the first ones.
+    """
+
+    CONSTANT = 60
+
+    def __init__(self, retrievers: Sequence[Retriever]) -> None:
+        self._retrievers = retrievers
+
+    def encode(self, queries: Sequence[str]) -> list[Any]:
+        return [retriever.encode(queries) for retriever in self._retrievers]
+
+    def search(self, encoded: Sequence[Any], topk: int) -> list[list[Ranked]]:
+        found = [retriever.search(part, FUSED_DEPTH) for retriever, part in zip(self._retrievers, encoded, strict=True)]
+        return [self._fuse(rankings)[:topk] for rankings in zip(*found, strict=True)]
+
+    def _fuse(self, rankings: Sequence[Sequence[Ranked]]) -> list[Ranked]:
+        scores: dict[int, float] = {}
+        for ranking in rankings:
+            for rank, hit in enumerate(ranking, start=1):
+                scores[hit.index] = scores.get(hit.index, 0.0) + 1 / (self.CONSTANT + rank)
+        return [Ranked(*item) for item in sorted(scores.items(), key=lambda item: (-item[1], item[0]))]
+
+
+def load_bm25(index_path: Path | str | None, corpus: Corpus) -> Retriever:
+    """BM25 from an index folder of this project or of pyserini; without one it is built in memory.
+
+    Raises ValueError if the folder holds neither, or not of this corpus.
+    """
+    if index_path is None:
+        return Bm25Retriever.build(corpus)
+    if any(Path(index_path).glob("segments_*")):
+        return LuceneRetriever(index_path, corpus)
+    return Bm25Retriever.load(index_path, corpus)

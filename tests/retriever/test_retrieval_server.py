@@ -16,7 +16,7 @@ import requests
 
 from local_dense_retriever.corpus import read_corpus
 from local_dense_retriever.retrieval_server import bind
-from local_dense_retriever.retrievers import Bm25Retriever, load_retriever
+from local_dense_retriever.retrievers import Bm25Retriever
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSAGES = [
@@ -144,11 +144,9 @@ def test_a_bad_corpus_names_the_line(tmp_path: Path, text: str, reason: str) -> 
         read_corpus(path)
 
 
-def test_missing_corpus_and_unknown_retriever() -> None:
+def test_missing_corpus() -> None:
     with pytest.raises(ValueError, match="no corpus at"):
         read_corpus("nowhere.jsonl")
-    with pytest.raises(ValueError, match="bm25"):
-        load_retriever("e6", PASSAGES[:3])
 
 
 def test_ties_keep_the_corpus_order() -> None:

@@ -1,0 +1,169 @@
+"""The flags of the retrieval server, and the retriever that they describe."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from local_dense_retriever.app import MAX_TOPK
+from local_dense_retriever.batching import BatchingConfig
+from local_dense_retriever.corpus import Corpus
+from local_dense_retriever.retrievers import HybridRetriever, Retriever, load_bm25
+from local_dense_retriever.sizes import available_memory, corpus_bytes, gigabytes
+
+logger = logging.getLogger(__name__)
+
+ENCODERS = ("e5", "bge", "dpr")  # those of encoders.py, whose import takes seconds that BM25 need not wait
+POOLINGS = ("mean", "cls", "pooler")
+BM25_BUILD_FACTOR = 10
+"""Memory that building a BM25 index takes, over the bytes of the text; 7 were measured on the demo's corpus."""
+ENCODER_FLAGS = ("retriever_model", "query_prefix", "passage_prefix", "pooling", "normalize", "fp16", "device")
+FAISS_FLAGS = ("faiss_gpu", "faiss_fp16", "faiss_threads")
+
+
+def parse_args(description: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags, checked as far as that needs no file; errors end the process as argparse does."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _add_retrieval_flags(parser.add_argument_group("what is searched"))
+    _add_encoder_flags(parser.add_argument_group("the encoder, where it is not as its preset or its folder says"))
+    _add_faiss_flags(parser.add_argument_group("FAISS"))
+    _add_server_flags(parser.add_argument_group("the server"))
+    args = parser.parse_args(argv)
+    if fault := _fault(args):
+        parser.error(fault)
+    return args
+
+
+def _add_retrieval_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--corpus_path", required=True, help="passages, a .jsonl or .jsonl.gz file")
+    group.add_argument("--index_path", help="FAISS index; with bm25 an index folder [bm25: built in memory]")
+    group.add_argument(
+        "--retriever_name",
+        default="bm25",
+        help=f"bm25; an encoder: {', '.join(ENCODERS)}, or any name with --retriever_model; hybrid or hybrid:NAME: "
+        "bm25 and an encoder [e5], joined by reciprocal rank fusion [bm25]",
+    )
+    group.add_argument("--retriever_model", help="HF checkpoint, a hub name or a folder [the preset's]")
+    group.add_argument("--bm25_index_path", help="hybrid: the folder of bm25's index [built in memory]")
+    group.add_argument("--topk", type=int, default=3, help="passages per query where a request does not say [3]")
+
+
+def _add_encoder_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--query_prefix", help="put before every query")
+    group.add_argument("--passage_prefix", help="put before every passage when the index was built")
+    group.add_argument("--pooling", choices=POOLINGS, help="how a text's vector is made of its tokens'")
+    group.add_argument("--normalize", action=argparse.BooleanOptionalAction, help="vectors of length 1")
+    group.add_argument("--device", help="of the encoder, as torch names it [a GPU if there is one]")
+    group.add_argument("--fp16", action=argparse.BooleanOptionalAction, help="encoder in half precision [on GPUs]")
+
+
+def _add_faiss_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--faiss_gpu", action="store_true", help="spread the index over all GPUs")
+    group.add_argument("--faiss_fp16", action="store_true", help="hold a flat index in half precision")
+    group.add_argument("--faiss_threads", type=int, help="CPU threads of a search [all cores]")
+
+
+def _add_server_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
+    group.add_argument("--port", type=int, default=8000, help="port to listen on; 0: a free one [8000]")
+    group.add_argument("--url_file", type=Path, help="file to write the server's URL to, once it answers")
+    group.add_argument("--max_batch_size", type=int, default=64, help="queries searched together, at most [64]")
+    group.add_argument(
+        "--max_wait_ms",
+        type=float,
+        default=0.0,
+        help="milliseconds an idle server may wait for a batch to fill; while it is busy batches fill anyway [0]",
+    )
+    group.add_argument("--max_queue", type=int, default=4096, help="queries that may wait; more get 503 [4096]")
+    group.add_argument(
+        "--cache_size",
+        type=int,
+        default=10_000,
+        help="queries whose results are kept, some 2 KB each at topk 3; 0: none [10000]",
+    )
+
+
+def _fault(args: argparse.Namespace) -> str | None:
+    """What is wrong with the flags."""
+    if not 1 <= args.topk <= MAX_TOPK:
+        return f"--topk: found {args.topk}, expected 1 to {MAX_TOPK}"
+    for flag, least in {"max_batch_size": 1, "max_wait_ms": 0, "max_queue": 1, "cache_size": 0}.items():
+        if getattr(args, flag) < least:
+            return f"--{flag}: found {getattr(args, flag)}, expected {least} or more"
+    if args.faiss_threads is not None and args.faiss_threads < 1:
+        return f"--faiss_threads: found {args.faiss_threads}, expected 1 or more"
+    if args.bm25_index_path and not _is_hybrid(args):
+        return "--bm25_index_path goes with --retriever_name hybrid; an index of bm25 alone is given by --index_path"
+    if args.retriever_name == "bm25":
+        given = [flag for flag in ENCODER_FLAGS + FAISS_FLAGS if getattr(args, flag) not in (None, False)]
+        return f"--{given[0]} has no meaning with --retriever_name bm25, which has no encoder" if given else None
+    encoder = _encoder_name(args)
+    if encoder not in ENCODERS and not args.retriever_model:
+        choices = ", ".join(["bm25", *ENCODERS, "hybrid"])
+        return f"--retriever_name: found {args.retriever_name!r}, expected one of: {choices}, or --retriever_model too"
+    if not args.index_path:
+        return f"--retriever_name {args.retriever_name} needs --index_path, a FAISS index made by build_index.py"
+    return None
+
+
+def _is_hybrid(args: argparse.Namespace) -> bool:
+    return args.retriever_name.partition(":")[0] == "hybrid"
+
+
+def _encoder_name(args: argparse.Namespace) -> str:
+    if not _is_hybrid(args):
+        return args.retriever_name
+    name = args.retriever_name.partition(":")[2]
+    return name or ("custom" if args.retriever_model else "e5")
+
+
+def batching_config(args: argparse.Namespace) -> BatchingConfig:
+    return BatchingConfig(args.max_batch_size, args.max_wait_ms / 1000, args.max_queue, args.cache_size, args.topk)
+
+
+def load_retriever(args: argparse.Namespace, corpus: Corpus) -> Retriever:
+    """The retriever that the flags describe; ValueError, before anything big is loaded, where it does not fit."""
+    if args.retriever_name == "bm25":
+        return _load_bm25(args.index_path, corpus, args.corpus_path)
+    dense = _load_dense(args, corpus)
+    if not _is_hybrid(args):
+        return dense
+    return HybridRetriever([_load_bm25(args.bm25_index_path, corpus, args.corpus_path), dense])
+
+
+def _load_bm25(index_path: str | None, corpus: Corpus, corpus_path: str) -> Retriever:
+    if index_path is None:
+        text = Path(corpus_path).stat().st_size * (3 if corpus_path.endswith(".gz") else 1)
+        needed, available = BM25_BUILD_FACTOR * text + corpus_bytes(corpus_path), available_memory()
+        logger.info("memory: building the BM25 index %s; %s available", gigabytes(needed), gigabytes(available))
+        if needed > available:
+            raise ValueError(
+                f"building a BM25 index of {corpus_path} takes about {gigabytes(needed)} of memory, but "
+                f"{gigabytes(available)} are available; build it once on a larger machine (build_index.py) and give "
+                f"--index_path: then it is mapped, and takes little"
+            )
+    return load_bm25(index_path, corpus)
+
+
+def _load_dense(args: argparse.Namespace, corpus: Corpus) -> Retriever:
+    from local_dense_retriever.dense import load_dense
+    from local_dense_retriever.encoders import encoder_config
+
+    overrides: dict[str, Any] = {
+        name: getattr(args, name) for name in ("query_prefix", "passage_prefix", "pooling", "normalize")
+    }
+    return load_dense(
+        encoder_config(_encoder_name(args), args.retriever_model, **overrides),
+        corpus,
+        index_path=args.index_path,
+        corpus_path=args.corpus_path,
+        device=args.device,
+        fp16=args.fp16,
+        max_batch_size=args.max_batch_size,
+        faiss_fp16=args.faiss_fp16,
+        faiss_gpu=args.faiss_gpu,
+        faiss_threads=args.faiss_threads,
+    )
