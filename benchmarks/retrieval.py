@@ -212,7 +212,8 @@ def run(retriever_name: str, args: argparse.Namespace, queries: Sequence[str]) -
 
 def encoder_speed(model: str, queries: Sequence[str], seconds: float) -> float:
     """Queries per second of the encoder by itself, in batches as large as the server's."""
-    from local_dense_retriever.encoders import Encoder, encoder_config
+    from local_dense_retriever.encoders import Encoder
+    from local_dense_retriever.presets import encoder_config
 
     encoder = Encoder(encoder_config("minilm", model), device="cpu")
     encoder.encode_queries(queries[: 4 * BATCH])

@@ -30,14 +30,9 @@ if not __package__:  # run as a script: make the project importable
 from local_dense_retriever.corpus import Corpus, open_corpus
 from local_dense_retriever.dense import read_description
 from local_dense_retriever.embeddings import Embeddings, Origin, Shard, write_embeddings
-from local_dense_retriever.encoders import (
-    PRESETS,
-    Encoder,
-    EncoderConfig,
-    add_encoder_flags,
-    config_from_flags,
-)
+from local_dense_retriever.encoders import Encoder
 from local_dense_retriever.indices import INDEX_TYPES, IndexOptions, Recall, build_and_measure
+from local_dense_retriever.presets import PRESETS, EncoderConfig, add_encoder_flags, config_from_flags
 from local_dense_retriever.retrievers import Bm25Retriever
 from local_dense_retriever.sizes import gigabytes
 

@@ -73,7 +73,7 @@ def read_corpus(path: Path | str) -> list[Passage]:
     """All passages of a corpus as a list in memory; for small ones. Errors as those of `open_corpus`."""
     path = _existing(path)
     if path.suffix == ".gz":
-        return open_corpus(path)[:]
+        return list(open_corpus(path))
     with path.open("rb") as file:
         return _some([to_passage(line, number, path) for number, line in _lines(file)], path)
 

@@ -12,7 +12,8 @@ import faiss
 import numpy as np
 
 from local_dense_retriever.corpus import Corpus
-from local_dense_retriever.encoders import Encoder, EncoderConfig
+from local_dense_retriever.encoders import Encoder
+from local_dense_retriever.presets import EncoderConfig
 from local_dense_retriever.retrievers import Ranked
 from local_dense_retriever.sizes import (
     MemoryEstimate,
