@@ -5,7 +5,8 @@
 #   PYTHON=/usr/bin/python3.11 bash scripts/setup_cpu.sh
 #
 # A second run returns at once; one after an interruption, or after a change of the requirements, repairs .venv.
-# scripts/requirements-cpu.txt says what is needed, scripts/constraints-cpu.txt at which versions.
+# scripts/requirements-cpu.txt says what is needed, scripts/constraints-cpu.txt at which versions;
+# scripts/requirements-cpu-hashed.txt is data, which must be the same to the byte.
 set -euo pipefail
 
 SCRIPTS="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -15,6 +16,7 @@ STAMP="$VENV/sleuth-setup.done"
 LOG="$VENV/sleuth-setup.log"
 REQUIREMENTS="$SCRIPTS/requirements-cpu.txt"
 NO_DEPS="$SCRIPTS/requirements-cpu-nodeps.txt"
+HASHED="$SCRIPTS/requirements-cpu-hashed.txt"
 CONSTRAINTS="$SCRIPTS/constraints-cpu.txt"
 NEEDED_MB=4000
 
@@ -25,7 +27,7 @@ fail() {
 
 # What the stamp holds: the requirements it stands for. Written last, so an interrupted set-up has none.
 fingerprint() {
-    "$1" - "$REQUIREMENTS" "$NO_DEPS" "$CONSTRAINTS" <<'PY'
+    "$1" - "$REQUIREMENTS" "$NO_DEPS" "$HASHED" "$CONSTRAINTS" <<'PY'
 import hashlib, pathlib, sys
 print(hashlib.sha256(b"\0".join(pathlib.Path(name).read_bytes() for name in sys.argv[1:])).hexdigest())
 PY
@@ -93,7 +95,7 @@ install() {
     shift
     local start
     start="$(wc -l <"$LOG")"
-    pip_install --constraint "$CONSTRAINTS" "$@" | tee -a "$LOG" | show_progress || explain_failure "$start"
+    pip_install "$@" | tee -a "$LOG" | show_progress || explain_failure "$start"
 }
 
 unreachable() { grep -Eim 1 'NewConnectionError|ConnectTimeout|NameResolution|name resolution|Read timed out|ProxyError|Network is unreachable|SSLError|ConnectionReset'; }
@@ -137,15 +139,15 @@ install_torch() {
 
 # Whether exactly the pinned set is there: an interrupted pip can leave packages half unpacked.
 verify() {
-    "$VENV/bin/python" - "$CONSTRAINTS" <<'PY'
+    "$VENV/bin/python" - "$CONSTRAINTS" "$HASHED" <<'PY'
 import importlib.metadata, pathlib, sys
-pins = [line for line in pathlib.Path(sys.argv[1]).read_text().splitlines() if "==" in line and line[0] != "#"]
+lines = [line for name in sys.argv[1:] for line in pathlib.Path(name).read_text().splitlines()]
 wrong = []
-for pin in pins:
-    name, version = pin.split("#")[0].strip().split("==")
+for pin in [line.split()[0] for line in lines if "==" in line and line[0] not in "# "]:
+    name, version = pin.split("==")
     try:
         distribution = importlib.metadata.distribution(name)
-        missing = [file for file in distribution.files or [] if file.suffix == ".py" and not file.locate().exists()]
+        missing = [file for file in distribution.files or [] if file.suffix in (".py", ".safetensors") and not file.locate().exists()]
         if distribution.version.split("+")[0] != version or missing:
             wrong.append(name)
     except importlib.metadata.PackageNotFoundError:
@@ -160,9 +162,13 @@ repair() {
     [[ -z "$wrong" ]] && return
     local pins=() name
     for name in $wrong; do
-        pins+=("$(grep -i "^$name==" "$CONSTRAINTS")")
+        if grep -qi "^$name==" "$HASHED"; then
+            install "repairing $name" --no-deps --force-reinstall --require-hashes --requirement "$HASHED"
+        else
+            pins+=("$(grep -i "^$name==" "$CONSTRAINTS")")
+        fi
     done
-    install "repairing $(wc -w <<<"$wrong") packages" --no-deps --force-reinstall "${pins[@]}"
+    (( ${#pins[@]} == 0 )) || install "repairing ${#pins[@]} packages" --no-deps --force-reinstall "${pins[@]}"
     wrong="$(verify)"
     [[ -z "$wrong" ]] || fail "these packages are not at the pinned versions: $wrong" "remove $VENV and run this again"
 }
@@ -182,8 +188,9 @@ main() {
     rm -f "$STAMP"
     : >"$LOG"
     install_torch
-    install "the packages of scripts/requirements-cpu.txt" --requirement "$REQUIREMENTS"
-    install "the engine" --no-deps --requirement "$NO_DEPS"
+    install "the packages of scripts/requirements-cpu.txt" --constraint "$CONSTRAINTS" --requirement "$REQUIREMENTS"
+    install "the engine" --constraint "$CONSTRAINTS" --no-deps --requirement "$NO_DEPS"
+    install "an encoder" --no-deps --require-hashes --requirement "$HASHED"
     repair
     fingerprint "$VENV/bin/python" >"$STAMP.new"
     mv "$STAMP.new" "$STAMP"
