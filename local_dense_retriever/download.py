@@ -1,0 +1,140 @@
+"""Downloads the public wiki-18 corpus and its E5 index, and makes them ready for the server.
+
+    python local_dense_retriever/download.py --save_dir wiki18
+
+The index comes in two parts that are joined, the corpus packed and is unpacked: wiki18/e5_Flat.index (64.6 GB) and
+wiki18/wiki-18.jsonl (14.3 GB). What was interrupted, by a lost connection or a kill, goes on where it was; what is
+there already is not downloaded again. Every file is checked against the SHA-256 that the hub states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+if not __package__:  # run as a script: make the project importable
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from local_dense_retriever.fetch import Remote, fetch, join, joined_bytes, look_up, unpack
+from local_dense_retriever.sizes import check_disk, gigabytes
+
+logger = logging.getLogger("local_dense_retriever")
+
+UNPACKED_RATIO = 3.2
+"""Bytes of a JSONL corpus over those of its gzip; wiki-18's is 3.0."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of a data set on the hub, and the one file that is made of them."""
+
+    repository: str
+    parts: tuple[str, ...]
+    result: str
+
+    @property
+    def packed(self) -> bool:
+        return self.parts[0].endswith(".gz")
+
+
+INDEX = Source("PeterJinGo/wiki-18-e5-index", ("part_aa", "part_ab"), "e5_Flat.index")
+CORPUS = Source("PeterJinGo/wiki-18-corpus", ("wiki-18.jsonl.gz",), "wiki-18.jsonl")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save_dir", required=True, type=Path, help="folder for the corpus and the index")
+    parser.add_argument("--only", choices=("index", "corpus"), help="one of the two [both]")
+    parser.add_argument(
+        "--endpoint",
+        default=os.environ.get("HF_ENDPOINT", "https://huggingface.co"),
+        help="the hub, or a mirror of it [$HF_ENDPOINT, https://huggingface.co]",
+    )
+    parser.add_argument(
+        "--sha256",
+        action="append",
+        default=[],
+        metavar="FILE=HEX",
+        help="what a file's SHA-256 must be, such as part_aa=0f..., where the server states none; may be repeated",
+    )
+    parser.add_argument(
+        "--delete_parts", action="store_true", help="remove each part once it is joined or unpacked: saves 65 GB"
+    )
+    parser.add_argument("--retries", type=int, default=8, help="attempts in a row that bring no byte [8]")
+    args = parser.parse_args(argv)
+    for pair in args.sha256:
+        name, _, digest = pair.partition("=")
+        if len(digest) != 64 or not set(digest.lower()) <= set("0123456789abcdef"):
+            parser.error(f"--sha256: found {pair!r}, expected FILE=64 hexadecimal digits")
+        if name not in (*INDEX.parts, *CORPUS.parts):
+            parser.error(f"--sha256: found {name!r}, expected one of: {', '.join((*INDEX.parts, *CORPUS.parts))}")
+    return args
+
+
+def needed_bytes(source: Source, remotes: Sequence[Remote], folder: Path, delete_parts: bool) -> int:
+    """Free bytes that downloading and joining or unpacking take beside what is in the folder already."""
+    joined = joined_bytes(folder / source.result)
+    total = sum(remote.size for remote in remotes)
+    to_fetch = sum(remote.size - remote.bytes_in(folder) for remote in _not_joined(source, remotes, folder))
+    if source.packed:
+        return to_fetch + int(total * UNPACKED_RATIO)
+    if not delete_parts:
+        return to_fetch + total - joined
+    # The first part becomes the beginning of the result without being copied.
+    return to_fetch + total - max(joined, remotes[0].size)
+
+
+def _not_joined(source: Source, remotes: Sequence[Remote], folder: Path) -> list[Remote]:
+    """The parts that are needed still; those that an interrupted join has taken in wholly are not."""
+    joined = 0 if source.packed else joined_bytes(folder / source.result)
+    ends = itertools.accumulate(remote.size for remote in remotes)
+    return [remote for remote, end in zip(remotes, ends, strict=True) if end > joined]
+
+
+def obtain(source: Source, args: argparse.Namespace) -> Path:
+    """The file made of the source's parts, which are downloaded as far as they are missing.
+
+    Raises ValueError if the server does not have them, the disk is too small or a checksum is wrong.
+    """
+    target = args.save_dir / source.result
+    if target.is_file():
+        logger.info("%s is there already (%s)", target, gigabytes(target.stat().st_size))
+        return target
+    stated = dict(pair.split("=", 1) for pair in args.sha256)
+    base = f"{args.endpoint.rstrip('/')}/datasets/{source.repository}/resolve/main"
+    remotes = [look_up(f"{base}/{name}", stated.get(name), args.retries) for name in source.parts]
+    needed = needed_bytes(source, remotes, args.save_dir, args.delete_parts)
+    logger.info("%s: %s to download and make", source.result, gigabytes(needed))
+    check_disk(args.save_dir, needed, f"{source.result} and what it is made of")
+    for remote in _not_joined(source, remotes, args.save_dir):
+        fetch(remote, args.save_dir, args.retries)
+    if source.packed:
+        return unpack(args.save_dir / source.parts[0], target, delete=args.delete_parts)
+    return join(remotes, target, delete=args.delete_parts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    args = parse_args(argv)
+    sources = {"index": INDEX, "corpus": CORPUS}
+    try:
+        args.save_dir.mkdir(parents=True, exist_ok=True)
+        for name in [args.only] if args.only else sources:
+            logger.info("ready: %s", obtain(sources[name], args))
+    except (ValueError, OSError) as error:
+        logger.error("%s", error)
+        return 1
+    except KeyboardInterrupt:
+        logger.error("interrupted; the same command goes on with what is there")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
