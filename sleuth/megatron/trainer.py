@@ -106,7 +106,7 @@ class Trainer:
             metrics = self._prepare(plan, sum(step.num_samples for step in steps))
         results = [self._optimizer_step(batches) for batches in plan]
         metrics |= {name: sum(r[name] for r in results) / len(results) for name in set().union(*results)}
-        return {f"train/{name}": metrics[name] for name in sorted(metrics)}
+        return {name if "/" in name else f"train/{name}": metrics[name] for name in sorted(metrics)}
 
     def log_probs(self, token_ids: list[int], temperature: float) -> list[float]:
         """Log-probabilities in nats of tokens 1 .. T-1 of a sequence at `temperature` (0: unscaled, as engines do)."""
