@@ -70,7 +70,7 @@ FLAGS = """\
 --norm-epsilon --rotary-base --group-query-attention --num-query-groups --vocab-size --kv-channels --qk-layernorm
 --untie-embeddings-and-output-weights --num-experts --moe-router-topk --moe-ffn-hidden-size
 --moe-router-pre-softmax --kl-coef --kl-penalty-type --overlong-buffer-len --overlong-penalty-factor
---score-old-log-probs
+--score-old-log-probs --num-layers-per-virtual-pipeline-stage
 """
 
 
@@ -245,6 +245,30 @@ def test_the_name_of_an_environment_variable_is_no_secret(tmp_path: Path):
         (["--kl-coef", "0.01"], ["--kl-coef needs the frozen reference", "or drop --kl-coef"]),
         (["--overlong-penalty-factor", "2"], ["no effect without --overlong-buffer-len"]),
         (["--overlong-buffer-len", "600"], ["--overlong-buffer-len <= --rollout-max-response-len", "600 > 512"]),
+        (
+            [
+                "--actor-num-gpus-per-node",
+                "2",
+                "--pipeline-model-parallel-size",
+                "2",
+                "--num-layers-per-virtual-pipeline-stage",
+                "2",
+            ],
+            ["--pipeline-model-parallel-size of 3 or more, found 2"],
+        ),
+        (
+            [
+                "--actor-num-gpus-per-node",
+                "4",
+                "--pipeline-model-parallel-size",
+                "4",
+                "--num-layers",
+                "36",
+                "--num-layers-per-virtual-pipeline-stage",
+                "2",
+            ],
+            ["4 x --num-layers-per-virtual-pipeline-stage 2 must divide --num-layers 36"],
+        ),
         (["--moe-grouped-gemm"], ["one after the other", "leave it out"]),
         (["--attention-dropout", "0.1"], ["expected 0", "found 0.1"]),
         (["--no-attention-softmax-in-fp32"], ["--no-attention-softmax-in-fp32: not supported"]),

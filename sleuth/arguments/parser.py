@@ -132,7 +132,7 @@ def build_parser(model: type[Group] = Args) -> argparse.ArgumentParser:
         section = parser.add_argument_group((group.__doc__ or group.__name__).strip())
         for name in group.__annotations__:
             if name in model.model_fields and name not in NOT_FLAGS:
-                options = {"action": "extend"} if name in REPEATABLE else {}
+                options: dict[str, Any] = {"action": "extend"} if name in REPEATABLE else {}
                 section.add_argument(flag(name), **_argument(model.model_fields[name]), **options)
     return parser
 

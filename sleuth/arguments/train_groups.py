@@ -117,6 +117,11 @@ class ParallelArgs(Group):
     tensor_model_parallel_size: PositiveInt = Field(1, description="GPUs that share each matrix.")
     sequence_parallel: bool = Field(False, description="Also split the norms' activations over those GPUs.")
     pipeline_model_parallel_size: PositiveInt = Field(1, description="Stages that share the layers.")
+    num_layers_per_virtual_pipeline_stage: PositiveInt | None = Field(
+        None,
+        description="Interleaved pipeline: each stage holds several chunks of so many layers, in turn with the other "
+        "stages, which leaves GPUs idle for less time; for 3 stages or more [one chunk].",
+    )
     context_parallel_size: PositiveInt = Field(1, description="GPUs that share each sequence.")
     expert_model_parallel_size: PositiveInt = Field(
         1, description="GPUs that share the experts of a layer, each holding some (mixtures of experts only)."

@@ -19,6 +19,7 @@ import os
 import queue
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def find_checkpoint(folder: Path, iteration: int | None = None) -> Path | None:
     return found
 
 
-def load_weights(model: PolicyModel, folder: Path, iteration: int | None = None) -> Path:
+def load_weights(chunks: Sequence[PolicyModel], folder: Path, iteration: int | None = None) -> Path:
     """Load only the weights; returns the checkpoint's folder. ValueError if there is none or it does not fit."""
     found = find_checkpoint(folder, iteration)
     if found is None:
@@ -79,17 +80,27 @@ def load_weights(model: PolicyModel, folder: Path, iteration: int | None = None)
             f"expected a torch_dist checkpoint in {folder}, found no {TRACKER}; "
             "tools/convert_hf_to_torch_dist.py makes one from a Hugging Face model"
         )
-    state = {"model": model.sharded_state_dict(metadata=_sharding_metadata())}
-    _load_into(state, found)
-    model.load_state_dict(state["model"], strict=True)
+    state = _model_state(chunks, _sharding_metadata())
+    _load_into(state, found, state)
+    _load_chunks(chunks, state)
     return found
+
+
+def _model_state(chunks: Sequence[PolicyModel], metadata: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Each chunk's description. Their tensors' names are those of the whole model, whatever the chunks."""
+    return {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
+
+
+def _load_chunks(chunks: Sequence[PolicyModel], state: dict[str, Any]) -> None:
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(state[f"model{index}"], strict=True)
 
 
 class Checkpoints:
     """Saves and loads model and optimizer together; `optimizer` None saves weights alone."""
 
-    def __init__(self, args: Any, model: PolicyModel, optimizer: PolicyOptimizer | None) -> None:
-        self.args, self.model, self.optimizer = args, model, optimizer
+    def __init__(self, args: Any, chunks: Sequence[PolicyModel], optimizer: PolicyOptimizer | None) -> None:
+        self.args, self.chunks, self.optimizer = args, chunks, optimizer
 
     def save(self, folder: Path, step: int, rollout_state: dict[str, Any], *, keep: int = 0) -> Path:
         """Save as the newest checkpoint of `folder`, then delete all but the latest `keep` (0: keep all). Collective.
@@ -118,11 +129,11 @@ class Checkpoints:
             return None
         description = self._check(found)
         metadata = _sharding_metadata()
-        model_state = self.model.sharded_state_dict(metadata=metadata)
+        model_state = _model_state(self.chunks, metadata)
         optimizer_state = self.optimizer.sharded_state_dict(model_state, loading=True, metadata=metadata)
-        state = {"model": model_state, "optimizer": optimizer_state}
-        _load_into(state, found)
-        self.model.load_state_dict(state["model"], strict=True)
+        state = model_state | {"optimizer": optimizer_state}
+        _load_into(state, found, model_state)
+        _load_chunks(self.chunks, state)
         self.optimizer.load_state_dict(state["optimizer"], description["optimizer_steps"])
         _restore_random_state(found, description)
         return description["step"], json.loads((found / _ROLLOUT_STATE).read_text())
@@ -146,8 +157,8 @@ class Checkpoints:
 
     def _write(self, unfinished: Path, step: int, rollout_state: dict[str, Any]) -> None:
         metadata = _sharding_metadata()
-        model_state = self.model.sharded_state_dict(metadata=metadata)
-        state: dict[str, Any] = {"model": model_state}
+        model_state = _model_state(self.chunks, metadata)
+        state: dict[str, Any] = dict(model_state)
         if self.optimizer is not None:
             state["optimizer"] = self.optimizer.sharded_state_dict(model_state, loading=False, metadata=metadata)
         _write_in_this_process()
@@ -183,7 +194,7 @@ class Checkpoints:
             * parallel_state.get_pipeline_model_parallel_world_size()
         )
         per_value = 0 if self.optimizer is None else 8
-        needed = ranks * sum(p.numel() * (p.element_size() + per_value) for p in self.model.parameters())
+        needed = ranks * sum(p.numel() * (p.element_size() + per_value) for c in self.chunks for p in c.parameters())
         free = shutil.disk_usage(folder).free
         if free < needed:
             raise OSError(
@@ -246,19 +257,20 @@ def _sharding_metadata() -> dict[str, Any]:
     }
 
 
-def _load_into(state: dict[str, Any], found: Path) -> None:
-    """Read `found` into `state`. ValueError if it does not fit the model."""
-    _check_shapes(state["model"], found)
+def _load_into(state: dict[str, Any], found: Path, model_state: dict[str, dict[str, Any]]) -> None:
+    """Read `found` into `state`. ValueError if it does not fit the model, which `model_state` describes."""
+    for chunk in model_state.values():
+        _check_shapes(chunk, found)
     try:
         state.update(dist_checkpointing.load(state, str(found)))
     except (CheckpointingException, KeyError, RuntimeError) as error:
         raise ValueError(f"the checkpoint in {found} does not fit this model or configuration: {error}") from error
 
 
-def _check_shapes(model_state: dict[str, Any], found: Path) -> None:
+def _check_shapes(chunk: dict[str, Any], found: Path) -> None:
     """ValueError names a tensor that the checkpoint lacks or holds in another shape."""
     stored = dist_checkpointing.load_tensors_metadata(str(found))
-    for wanted in model_state.values():
+    for wanted in chunk.values():
         if not isinstance(wanted, ShardedTensor):
             continue
         if wanted.key not in stored:

@@ -48,6 +48,7 @@ class _OneProcess:
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
     sequence_parallel: bool = False
+    num_layers_per_virtual_pipeline_stage: int | None = None
     recompute_granularity: str | None = None
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
@@ -83,8 +84,8 @@ def hf_to_torch_dist(
         progress(name)
         return tensor
 
-    with _single_process(settings):
-        shape = ModelShape.from_hf(hf_checkpoint)
+    shape = ModelShape.from_hf(hf_checkpoint)
+    with _single_process(settings, shape):
         model = _build(settings, shape)
         WeightMap(model, shape).load(read)
         return Checkpoints(settings, model, None).save(save, 0, {})
@@ -108,8 +109,8 @@ def torch_dist_to_hf(
     if save.exists() and any(save.iterdir()):
         raise ValueError(f"--save {save} is not empty; remove it or choose another folder")
     settings = _OneProcess(stored_dtype(config) if dtype == "auto" else dtype)
-    with _single_process(settings):
-        shape = ModelShape.from_hf(hf_checkpoint)
+    shape = ModelShape.from_hf(hf_checkpoint)
+    with _single_process(settings, shape):
         model = _build(settings, shape)
         found = load_weights(model, load, iteration)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in WeightMap(model, shape).tensors()}
@@ -137,12 +138,12 @@ def stored_dtype(config: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def _single_process(settings: _OneProcess) -> Iterator[None]:
+def _single_process(settings: _OneProcess, shape: ModelShape) -> Iterator[None]:
     """A process group of this process alone, unless the caller has one."""
     own = not dist.is_initialized()
     if own:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel.initialize(settings)
+    parallel.initialize(settings, shape.num_layers)
     try:
         yield
     finally:
@@ -151,7 +152,7 @@ def _single_process(settings: _OneProcess) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _build(settings: _OneProcess, shape: ModelShape) -> PolicyModel:
+def _build(settings: _OneProcess, shape: ModelShape) -> list[PolicyModel]:
     return build_model(settings, shape, transformer_config(settings, shape))
 
 

@@ -7,6 +7,7 @@ over micro-batches, data- and context-parallel ranks: megatron's own divisions a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,7 +105,7 @@ def finalize_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None =
 
 
 def run_model(
-    model: torch.nn.Module,
+    chunks: Sequence[torch.nn.Module],
     batches: Sequence[MicroBatch],
     options: HeadOptions,
     objective: Objective,
@@ -112,6 +113,7 @@ def run_model(
     train: bool,
 ) -> list[Metrics]:
     """Forward, and backward if `train`, over `batches`; the objective's metrics of each on the last stage, else []."""
+    rows = _fill_up(batches) if len(chunks) > 1 else batches
 
     def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = next(iterator)
@@ -132,24 +134,40 @@ def run_model(
 
     results: list[Metrics] = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=[model],
-        num_microbatches=len(batches),
-        seq_length=max(len(batch.local) for batch in batches),
+        data_iterator=[iter(rows) for _ in chunks],
+        model=list(chunks),
+        num_microbatches=len(rows),
+        seq_length=max(len(row.local) for row in rows),
         micro_batch_size=1,
         forward_only=not train,
     )
-    return results
+    return results[: len(batches)]
 
 
-def score(model: torch.nn.Module, batches: Sequence[MicroBatch], options: HeadOptions) -> list[Tensor | None]:
+def _fill_up(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Empty micro-batches behind `batches`: an interleaved pipeline takes as many at a time as it has ranks.
+
+    Two times as many at least: with fewer, some ranks but not all do all forward passes before the first backward one,
+    and ranks that tell each other the rows' lengths then wait for each other for ever.
+    """
+    size = parallel_state.get_pipeline_model_parallel_world_size()
+    missing = max(2 * size, -(-len(batches) // size) * size) - len(batches)
+    multiple = math.gcd(*(length for batch in batches for length in batch.packed.lengths))
+    nothing = OptimizerStepBatch([[]], 1, 1.0)
+    empty = (MicroBatch.build([], nothing, multiple=multiple, per_token=True) for _ in range(missing))
+    return [*batches, *empty]
+
+
+def score(
+    chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], options: HeadOptions
+) -> list[Tensor | None]:
     """Log-probabilities [n] of the selected tokens of each batch as the weights are; None before the last stage."""
 
     def objective(batch: MicroBatch, statistics: Tensor) -> tuple[Tensor, Metrics]:
         return statistics.new_zeros(()), {"log_probs": statistics[:, 0].clone()}
 
     with torch.no_grad():
-        results = run_model(model, batches, options, objective, train=False)
+        results = run_model(chunks, batches, options, objective, train=False)
     if not parallel.is_last_stage():
         return [None] * len(batches)
     return [result["log_probs"] for result in results]

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from sleuth.arguments import model_flags
 from sleuth.megatron import device
-from sleuth.megatron.attention import PackedAttention
+from sleuth.megatron.attention import PackedAttention, PackedRow, rotary_angles
 from sleuth.megatron.logprobs import HeadOptions, token_statistics
 
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -131,6 +131,7 @@ def transformer_config(args: Any, shape: ModelShape) -> TransformerConfig:
         attention_backend=AttnBackend[args.attention_backend] if engine else AttnBackend.auto,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
@@ -175,8 +176,11 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    """The layers: TransformerEngine's where it is installed, else megatron's local ones with our parts."""
+def layer_spec(config: TransformerConfig, chunk: int | None = None) -> ModuleSpec | TransformerBlockSubmodules:
+    """The layers: TransformerEngine's where it is installed, else megatron's local ones with our parts.
+
+    `chunk` counts this rank's parts of an interleaved pipeline; None where it has one.
+    """
     if transformer_engine_available():
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
@@ -190,7 +194,7 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmod
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, chunk), layer_norm=RMSNorm)
 
 
 class PolicyModel(GPTModel):
@@ -211,6 +215,9 @@ class PolicyModel(GPTModel):
         `targets` [n] the ids they predict. Returns [n, 3] on the last stage (see `token_statistics`), hidden states
         [t (/ tp), 1, H] on others.
         """
+        if self.position_embedding_type == "none":
+            angles = rotary_angles(position_ids[0], self.config.kv_channels, self.rotary_base, self.config.params_dtype)
+            packed_seq_params = PackedRow(**vars(packed_seq_params), rotary=angles)
         hidden = super().forward(input_ids, position_ids, None, packed_seq_params=packed_seq_params)
         if not self.post_process:
             return hidden
@@ -228,24 +235,34 @@ class PolicyModel(GPTModel):
         return hidden_states
 
 
-def build_model(args: Any, shape: ModelShape, config: TransformerConfig) -> PolicyModel:
-    """This rank's part of the model, with uninitialised weights, on this process's device."""
+def build_model(args: Any, shape: ModelShape, config: TransformerConfig) -> list[PolicyModel]:
+    """This rank's part of the model, with uninitialised weights, on this process's device.
+
+    It is one piece, or, in an interleaved pipeline, several chunks of layers that do not follow on each other.
+    """
     tp = args.tensor_model_parallel_size
     if shape.vocab_size % tp:
         raise ValueError(
             f"--tensor-model-parallel-size {tp} does not divide the vocabulary of {shape.vocab_size} words; "
             "expected a divisor"
         )
+    if config.virtual_pipeline_model_parallel_size is None:
+        return [_build_chunk(shape, config, None)]
+    return [_build_chunk(shape, config, chunk) for chunk in range(config.virtual_pipeline_model_parallel_size)]
+
+
+def _build_chunk(shape: ModelShape, config: TransformerConfig, chunk: int | None) -> PolicyModel:
     model = PolicyModel(
         config=config,
-        transformer_layer_spec=layer_spec(config),
+        transformer_layer_spec=layer_spec(config, chunk),
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+        vp_stage=chunk,
         parallel_output=True,
         share_embeddings_and_output_weights=not shape.untie_embeddings_and_output_weights,
-        position_embedding_type="rope",
+        position_embedding_type="rope" if transformer_engine_available() else "none",  # ours is in its attention
         rotary_base=shape.rotary_base,
     )
     _mark_sharded(model)

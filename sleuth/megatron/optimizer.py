@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ class StepResult(NamedTuple):
 class PolicyOptimizer:
     """Adam over this rank's share of the model. `steps_done` counts optimizer steps of the whole run."""
 
-    def __init__(self, args: Any, model: DistributedDataParallel) -> None:
+    def __init__(self, args: Any, chunks: Sequence[DistributedDataParallel]) -> None:
         self.args = args
         self.steps_done = 0
         _keep_step_when_loading()
@@ -71,7 +72,7 @@ class PolicyOptimizer:
             use_distributed_optimizer=args.use_distributed_optimizer,
         )
         self.inner: MegatronOptimizer = get_megatron_optimizer(
-            config, [model], config_overrides=get_standard_config_overrides(config)
+            config, list(chunks), config_overrides=get_standard_config_overrides(config)
         )
         self._create_state()
 

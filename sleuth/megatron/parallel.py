@@ -19,8 +19,10 @@ _TIMEOUT = timedelta(minutes=30)
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def initialize(args: Any) -> None:
+def initialize(args: Any, num_layers: int) -> None:
     """Join the process group named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and lay out the ranks.
+
+    `num_layers` of the model says how many chunks a rank has in an interleaved pipeline.
 
     Raises ValueError if the layout does not divide the number of processes.
     """
@@ -44,11 +46,26 @@ def initialize(args: Any) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=_chunks(args, num_layers),
         context_parallel_size=cp,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
     )
     model_parallel_cuda_manual_seed(args.seed)
+
+
+def _chunks(args: Any, num_layers: int) -> int | None:
+    """Chunks of layers that a pipeline rank holds; None without interleaving."""
+    if args.num_layers_per_virtual_pipeline_stage is None:
+        return None
+    layers = args.pipeline_model_parallel_size * args.num_layers_per_virtual_pipeline_stage
+    if num_layers % layers:
+        raise ValueError(
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} x "
+            f"--num-layers-per-virtual-pipeline-stage {args.num_layers_per_virtual_pipeline_stage} must divide the "
+            f"model's {num_layers} layers"
+        )
+    return num_layers // layers
 
 
 def length_multiple(args: Any) -> int:

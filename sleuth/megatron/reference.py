@@ -5,7 +5,7 @@ One model on the device serves both. On a GPU the copies are pinned, so that a s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 class Reference:
-    """The weights that `model` has when this is made."""
+    """The weights that the model, in one or several `chunks`, has when this is made."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         self._frozen, self._policy = self._host_buffers(), self._host_buffers()
         self._read(self._frozen)
 
@@ -32,16 +32,14 @@ class Reference:
 
     def _host_buffers(self) -> list[Tensor]:
         pin = torch.cuda.is_available()
-        return [
-            torch.empty_like(p, device="cpu", pin_memory=pin, requires_grad=False) for p in self._model.parameters()
-        ]
+        return [torch.empty_like(p, device="cpu", pin_memory=pin, requires_grad=False) for p in self._parameters]
 
     @torch.no_grad()
     def _read(self, buffers: list[Tensor]) -> None:
-        for buffer, parameter in zip(buffers, self._model.parameters(), strict=True):
+        for buffer, parameter in zip(buffers, self._parameters, strict=True):
             buffer.copy_(parameter, non_blocking=True)
 
     @torch.no_grad()
     def _write(self, buffers: list[Tensor]) -> None:
-        for buffer, parameter in zip(buffers, self._model.parameters(), strict=True):
+        for buffer, parameter in zip(buffers, self._parameters, strict=True):
             parameter.copy_(buffer, non_blocking=True)

@@ -53,22 +53,22 @@ class Trainer:
 
     def __init__(self, args: Any) -> None:
         self.args = args
-        parallel.initialize(args)
         self.shape = ModelShape.from_hf(Path(args.hf_checkpoint))
+        parallel.initialize(args, self.shape.num_layers)
         config = transformer_config(args, self.shape)
-        self.model = build_model(args, self.shape, config)
-        self.weights = WeightMap(self.model, self.shape)
+        self.chunks = build_model(args, self.shape, config)
+        self.weights = WeightMap(self.chunks, self.shape)
         self._load_initial_weights()
-        self._reference = Reference(self.model) if args.use_kl_loss or args.kl_coef else None
+        self._reference = Reference(self.chunks) if args.use_kl_loss or args.kl_coef else None
 
-        wrapped = Float16Module(config, self.model) if resolve_dtype(args.dtype) == torch.bfloat16 else self.model
-        self._ddp = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer
-            ),
-            wrapped,
+        reduction = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer
         )
+        low = resolve_dtype(args.dtype) == torch.bfloat16
+        self._ddp = [
+            DistributedDataParallel(config, reduction, Float16Module(config, chunk) if low else chunk)
+            for chunk in self.chunks
+        ]
         config.finalize_model_grads_func = finalize_gradients
         self.optimizer = PolicyOptimizer(args, self._ddp)
         config.grad_scale_func = self.optimizer.inner.scale_loss
@@ -78,7 +78,7 @@ class Trainer:
         self._hook = ImportanceSampling(args) if args.loss_type == "policy" and args.custom_tis_function_path else None
         self.steps_done = 0
         self.rollout_state: dict[str, Any] = {}
-        self.checkpoints = Checkpoints(args, self.model, self.optimizer)
+        self.checkpoints = Checkpoints(args, self.chunks, self.optimizer)
         self._resume()
 
     @property
@@ -134,7 +134,7 @@ class Trainer:
     def _load_initial_weights(self) -> None:
         """From --ref-load if given, else from --hf-checkpoint."""
         if self.args.ref_load is not None:
-            load_weights(self.model, Path(self.args.ref_load))
+            load_weights(self.chunks, Path(self.args.ref_load))
         else:
             self.weights.load(HfWeights(Path(self.args.hf_checkpoint)).read)
 
@@ -175,7 +175,8 @@ class Trainer:
 
     def _optimizer_step(self, batches: list[MicroBatch]) -> dict[str, float]:
         metrics = self._apply_hook(batches) if self._hook else {}
-        self._ddp.zero_grad_buffer()
+        for chunk in self._ddp:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         results = run_model(self._ddp, batches, self._options, self._objective, train=True)
         metrics |= self._sum_metrics(results)

@@ -7,7 +7,7 @@ put together and sharded. TransformerEngine's layers keep a norm inside the line
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -38,19 +38,11 @@ class Entry:
 
 
 class WeightMap:
-    """The map for one rank's `model`."""
+    """The map for one rank's part of the model, whose `chunks` come from `build_model`."""
 
-    def __init__(self, model: PolicyModel, shape: ModelShape) -> None:
+    def __init__(self, chunks: Sequence[PolicyModel], shape: ModelShape) -> None:
         self.shape = shape
-        parameters = dict(model.named_parameters())
-        entries = [
-            (name, Entry(parameters[name], hf_names, layout, ".experts." in name, tied_copy))
-            for name, hf_names, layout, tied_copy in _names(model, shape)
-            if name in parameters
-        ]
-        unknown = set(parameters) - {name for name, _ in entries}
-        assert not unknown, f"parameters without a Hugging Face name: {sorted(unknown)}"
-        self.entries = [entry for _, entry in entries]
+        self.entries = [entry for chunk in chunks for entry in _entries(chunk, shape)]
 
     @torch.no_grad()
     def load(self, read: Callable[[str], Tensor]) -> None:
@@ -137,6 +129,18 @@ class WeightMap:
             parts = _all_gather(tensor, group)
             for rank, part in enumerate(parts):
                 yield names[rank][position], part
+
+
+def _entries(model: PolicyModel, shape: ModelShape) -> list[Entry]:
+    parameters = dict(model.named_parameters())
+    entries = {
+        name: Entry(parameters[name], hf_names, layout, ".experts." in name, tied_copy)
+        for name, hf_names, layout, tied_copy in _names(model, shape)
+        if name in parameters
+    }
+    unknown = set(parameters) - set(entries)
+    assert not unknown, f"parameters without a Hugging Face name: {sorted(unknown)}"
+    return list(entries.values())
 
 
 def _names(model: PolicyModel, shape: ModelShape) -> Iterator[tuple[str, tuple[str, ...], Layout, bool]]:

@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900)]  # one fixture run
 
 STATE = {"data": {"epoch": 1, "position": 7}}
 DISTRIBUTED = {"use_distributed_optimizer": True}
+PP4 = {"pipeline_model_parallel_size": 4, "use_distributed_optimizer": True}
+INTERLEAVED = {**PP4, "num_layers_per_virtual_pipeline_stage": 1}
 
 
 def save_task(rank: int, world: int, folder: str, save: str, **flags: Any) -> dict[str, Any]:
@@ -126,7 +128,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("checkpoints")
     save_tiny_model(root / "model", "qwen2")
     save_tiny_model(root / "other", "qwen2", seed=9)
-    return {name: str(root / name) for name in ("model", "other", "plain", "sharded", "robust", "small", "full")}
+    save_tiny_model(root / "deep", "qwen2", num_hidden_layers=8)
+    save_tiny_model(root / "deep other", "qwen2", num_hidden_layers=8, seed=9)
+    names = ("model", "other", "deep", "deep other", "plain", "sharded", "interleaved", "robust", "small", "full")
+    return {name: str(root / name) for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -149,13 +154,19 @@ def results(folders: dict[str, str]) -> dict[str, Any]:
             resume_task, other | {"load": folders["sharded"], "tensor_model_parallel_size": 2} | DISTRIBUTED
         ),
     }
+    deep, deep_other = {"folder": folders["deep"]}, {"folder": folders["deep other"]}
+    four = {
+        "interleaved": Task(save_task, deep | {"save": folders["interleaved"]} | INTERLEAVED),
+        "interleaved resumed": Task(resume_task, deep_other | {"load": folders["interleaved"]} | INTERLEAVED),
+        "interleaved on PP4": Task(resume_task, deep_other | {"load": folders["interleaved"]} | PP4),
+    }
     found: dict[str, Any] = {}
-    for world, tasks in ((1, one), (2, two)):
+    for world, tasks in ((1, one), (2, two), (4, four)):
         found |= dict(zip(tasks, run_tasks(world, list(tasks.values())), strict=True))
     return found
 
 
-@pytest.mark.parametrize("name", ["plain", "sharded"])
+@pytest.mark.parametrize("name", ["plain", "sharded", "interleaved"])
 def test_resuming_repeats_the_run_bit_by_bit(name: str, results: dict[str, Any]) -> None:
     for expected, found in zip(results[name], results[f"{name} resumed"], strict=True):
         assert found["metrics"] == expected["metrics"]
@@ -165,7 +176,13 @@ def test_resuming_repeats_the_run_bit_by_bit(name: str, results: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    ("name", "source"), [("plain on TP2", "plain"), ("plain on PP2", "plain"), ("sharded on TP2", "sharded")]
+    ("name", "source"),
+    [
+        ("plain on TP2", "plain"),
+        ("plain on PP2", "plain"),
+        ("sharded on TP2", "sharded"),
+        ("interleaved on PP4", "interleaved"),
+    ],
 )
 def test_resuming_in_another_layout(name: str, source: str, results: dict[str, Any]) -> None:
     expected, found = results[source][0], results[name][0]
