@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import orjson
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -37,13 +37,18 @@ Query = Annotated[
 ]
 
 
+def _whole(number: Any) -> Any:
+    """JSON does not tell 3.0 from 3."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
 class RetrieveRequest(BaseModel):
     """What `POST /retrieve` takes."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     queries: Annotated[list[Query], Field(max_length=MAX_QUERIES)]
-    topk: Annotated[int, Field(ge=1, le=MAX_TOPK)] | None = None
+    topk: Annotated[int, Field(ge=1, le=MAX_TOPK), BeforeValidator(_whole)] | None = None
     """None: the server's --topk."""
     return_scores: bool = False
 
@@ -74,7 +79,7 @@ class Refusal(BaseModel):
 
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    413: {"model": Refusal, "description": "The body or a query is too long"},
+    413: {"model": Refusal, "description": "The body is too long, or holds more queries than the queue"},
     415: {"model": Refusal, "description": "The body is not said to be JSON"},
     422: {"model": Refusal, "description": "The body is not a request"},
     500: {"model": Refusal, "description": "The search failed"},
@@ -114,6 +119,10 @@ def create_app(
     )
     async def retrieve(request: Request) -> Response:
         asked = parse_request(await read_body(request))
+        if len(asked.queries) > config.max_queue:  # would never fit
+            raise HTTPException(
+                413, f"{len(asked.queries)} queries; the queue holds {config.max_queue}, ask for fewer at once"
+            )
         start = time.perf_counter()
         search = batcher.search(asked.queries, asked.topk or default_topk)
         try:
@@ -163,9 +172,8 @@ def parse_request(body: bytes) -> RetrieveRequest:
         return RetrieveRequest.model_validate_json(body)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
-    too_long = any(fault["type"] == "string_too_long" for fault in faults)
     detail = "; ".join(f"{_place(fault['loc'])}: {fault['msg']}" for fault in faults[:5])
-    raise HTTPException(413 if too_long else 422, detail)
+    raise HTTPException(422, detail)
 
 
 def _place(location: Sequence[int | str]) -> str:
@@ -177,7 +185,7 @@ async def unless_disconnected(receive: Receive, search: Awaitable[list[list[Hit]
     """What the search finds; it is cancelled as soon as the client goes away, whose body must have been read."""
     searching = asyncio.ensure_future(search)
     watching = asyncio.ensure_future(receive())  # the next message can only be that the client has gone
-    watching.add_done_callback(lambda _: searching.cancel())
+    watching.add_done_callback(lambda _: searching.cancel())  # no effect on a search that is over
     try:
         return await searching
     except asyncio.CancelledError:

@@ -6,18 +6,19 @@ import argparse
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from local_dense_retriever.app import MAX_TOPK
 from local_dense_retriever.batching import BatchingConfig
 from local_dense_retriever.corpus import Corpus
+from local_dense_retriever.presets import PRESETS, Pooling, encoder_config
 from local_dense_retriever.retrievers import HybridRetriever, Retriever, load_bm25
 from local_dense_retriever.sizes import available_memory, corpus_bytes, gigabytes
 
 logger = logging.getLogger(__name__)
 
-ENCODERS = ("e5", "bge", "dpr")  # those of encoders.py, whose import takes seconds that BM25 need not wait
-POOLINGS = ("mean", "cls", "pooler")
+ENCODERS = tuple(PRESETS)
+POOLINGS = get_args(Pooling)
 BM25_BUILD_FACTOR = 10
 """Memory that building a BM25 index takes, over the bytes of the text; 7 were measured on the demo's corpus."""
 ENCODER_FLAGS = ("retriever_model", "query_prefix", "passage_prefix", "pooling", "normalize", "fp16", "device")
@@ -150,7 +151,6 @@ def _load_bm25(index_path: str | None, corpus: Corpus, corpus_path: str) -> Retr
 
 def _load_dense(args: argparse.Namespace, corpus: Corpus) -> Retriever:
     from local_dense_retriever.dense import load_dense
-    from local_dense_retriever.encoders import encoder_config
 
     overrides: dict[str, Any] = {
         name: getattr(args, name) for name in ("query_prefix", "passage_prefix", "pooling", "normalize")

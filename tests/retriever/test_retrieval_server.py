@@ -16,7 +16,6 @@ import requests
 
 from local_dense_retriever.corpus import read_corpus
 from local_dense_retriever.retrieval_server import bind
-from local_dense_retriever.retrievers import Bm25Retriever
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSAGES = [
@@ -94,7 +93,7 @@ def test_title_and_text_get_contents(retrieve: Callable[..., requests.Response])
         ({"queries": "a"}, 422),
         ({"queries": [7]}, 422),
         ({"queries": ["a"] * 1025}, 422),
-        ({"queries": ["a" * 1_000_000]}, 413),
+        ({"queries": ["a" * 1_000_000]}, 422),
         ({}, 422),
     ],
 )
@@ -147,9 +146,3 @@ def test_a_bad_corpus_names_the_line(tmp_path: Path, text: str, reason: str) -> 
 def test_missing_corpus() -> None:
     with pytest.raises(ValueError, match="no corpus at"):
         read_corpus("nowhere.jsonl")
-
-
-def test_ties_keep_the_corpus_order() -> None:
-    retriever = Bm25Retriever.build([{"id": str(i), "contents": f'"T{i}"\nsame words'} for i in range(5)])
-    (hits,) = retriever.search(retriever.encode(["same words"]), 3)
-    assert [hit.index for hit in hits] == [0, 1, 2]
