@@ -6,22 +6,29 @@ import argparse
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
 
 from local_dense_retriever.app import MAX_TOPK
 from local_dense_retriever.batching import BatchingConfig
 from local_dense_retriever.corpus import Corpus
-from local_dense_retriever.presets import PRESETS, Pooling, encoder_config
+from local_dense_retriever.presets import PRESETS, add_encoder_flags, config_from_flags
 from local_dense_retriever.retrievers import HybridRetriever, Retriever, load_bm25
 from local_dense_retriever.sizes import available_memory, corpus_bytes, gigabytes
 
 logger = logging.getLogger(__name__)
 
-ENCODERS = tuple(PRESETS)
-POOLINGS = get_args(Pooling)
 BM25_BUILD_FACTOR = 10
 """Memory that building a BM25 index takes, over the bytes of the text; 7 were measured on the demo's corpus."""
-ENCODER_FLAGS = ("retriever_model", "query_prefix", "passage_prefix", "pooling", "normalize", "fp16", "device")
+ENCODER_FLAGS = (
+    "retriever_model",
+    "passage_model",
+    "query_prefix",
+    "passage_prefix",
+    "pooling",
+    "normalize",
+    "max_length",
+    "fp16",
+    "device",
+)
 FAISS_FLAGS = ("faiss_gpu", "faiss_fp16", "faiss_threads")
 
 
@@ -29,7 +36,7 @@ def parse_args(description: str | None, argv: Sequence[str] | None = None) -> ar
     """The flags, checked as far as that needs no file; errors end the process as argparse does."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     _add_retrieval_flags(parser.add_argument_group("what is searched"))
-    _add_encoder_flags(parser.add_argument_group("the encoder, where it is not as its preset or its folder says"))
+    add_encoder_flags(parser)
     _add_faiss_flags(parser.add_argument_group("FAISS"))
     _add_server_flags(parser.add_argument_group("the server"))
     args = parser.parse_args(argv)
@@ -44,21 +51,11 @@ def _add_retrieval_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--retriever_name",
         default="bm25",
-        help=f"bm25; an encoder: {', '.join(ENCODERS)}, or any name with --retriever_model; hybrid or hybrid:NAME: "
+        help=f"bm25; an encoder: {', '.join(PRESETS)}, or any name with --retriever_model; hybrid or hybrid:NAME: "
         "bm25 and an encoder [e5], joined by reciprocal rank fusion [bm25]",
     )
-    group.add_argument("--retriever_model", help="HF checkpoint, a hub name or a folder [the preset's]")
     group.add_argument("--bm25_index_path", help="hybrid: the folder of bm25's index [built in memory]")
     group.add_argument("--topk", type=int, default=3, help="passages per query where a request does not say [3]")
-
-
-def _add_encoder_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--query_prefix", help="put before every query")
-    group.add_argument("--passage_prefix", help="put before every passage when the index was built")
-    group.add_argument("--pooling", choices=POOLINGS, help="how a text's vector is made of its tokens'")
-    group.add_argument("--normalize", action=argparse.BooleanOptionalAction, help="vectors of length 1")
-    group.add_argument("--device", help="of the encoder, as torch names it [a GPU if there is one]")
-    group.add_argument("--fp16", action=argparse.BooleanOptionalAction, help="encoder in half precision [on GPUs]")
 
 
 def _add_faiss_flags(group: argparse._ArgumentGroup) -> None:
@@ -102,8 +99,8 @@ def _fault(args: argparse.Namespace) -> str | None:
         given = [flag for flag in ENCODER_FLAGS + FAISS_FLAGS if getattr(args, flag) not in (None, False)]
         return f"--{given[0]} has no meaning with --retriever_name bm25, which has no encoder" if given else None
     encoder = _encoder_name(args)
-    if encoder not in ENCODERS and not args.retriever_model:
-        choices = ", ".join(["bm25", *ENCODERS, "hybrid"])
+    if encoder not in PRESETS and not args.retriever_model:
+        choices = ", ".join(["bm25", *PRESETS, "hybrid"])
         return f"--retriever_name: found {args.retriever_name!r}, expected one of: {choices}, or --retriever_model too"
     if not args.index_path:
         return f"--retriever_name {args.retriever_name} needs --index_path, a FAISS index made by build_index.py"
@@ -150,13 +147,11 @@ def _load_bm25(index_path: str | None, corpus: Corpus, corpus_path: str) -> Retr
 
 
 def _load_dense(args: argparse.Namespace, corpus: Corpus) -> Retriever:
-    from local_dense_retriever.dense import load_dense
+    from local_dense_retriever.dense import load_dense  # torch and FAISS take seconds, which BM25 need not wait
 
-    overrides: dict[str, Any] = {
-        name: getattr(args, name) for name in ("query_prefix", "passage_prefix", "pooling", "normalize")
-    }
+    config = config_from_flags(argparse.Namespace(**{**vars(args), "retriever_name": _encoder_name(args)}))
     return load_dense(
-        encoder_config(_encoder_name(args), args.retriever_model, **overrides),
+        config,
         corpus,
         index_path=args.index_path,
         corpus_path=args.corpus_path,
