@@ -1,6 +1,6 @@
 """Tokens a second of a training step, beside plain Hugging Face transformers with padding.
 
-    python -m benchmarks.train_step [--sizes 2M 26M] [--samples 64] [--max-tokens 2048] [--trials 3] [--threads 1]
+    python -m benchmarks.train_step [--sizes 2M 26M] [--samples 32] [--max-tokens 2048] [--trials 3] [--threads 1]
     python -m benchmarks.train_step --profile --sizes 26M        # where the time of our step goes
 
 A step is GRPO as in the demo: reference log-probabilities, forward and backward with the KL loss and the entropy as
@@ -284,7 +284,7 @@ def profile(size: str, options: argparse.Namespace, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="models [all]")
-    parser.add_argument("--samples", type=int, default=64, help="samples of a step, a multiple of 8 [64]")
+    parser.add_argument("--samples", type=int, default=32, help="samples of a step, a multiple of 8 [32]")
     parser.add_argument("--max-tokens", type=int, default=2048, help="tokens of a micro-batch, padding included [2048]")
     parser.add_argument("--trials", type=int, default=3, help="timed steps of each formulation [3]")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch [1]")

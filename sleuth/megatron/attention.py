@@ -10,10 +10,7 @@ causal work is equal on all ranks; keys and values are gathered, queries stay.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,12 +25,26 @@ from torch.nn.attention.bias import causal_lower_right
 
 from sleuth.algo.context_parallel import zigzag_inverse
 
-# Sequences are padded and attended to together while padding adds at most this fraction of tokens.
-_MAX_PADDING = 0.25
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """Where sequences begin, and by how much this rank's tokens are rotated (`rotary_angles`; None: not at all)."""
+
+    rotary: tuple[Tensor, Tensor] | None = None
+
+
+def rotary_angles(positions: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [t, 1, width / 2] of rotary position embeddings (Su et al. 2021, arXiv 2104.09864) at [t] positions.
+
+    They are computed once a forward pass: megatron's own rotation does so in every layer, for queries and for keys.
+    """
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width
+    angles = (positions[:, None] * base**-exponents)[:, None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each sequence of a packed row.
+    """Causal attention within each sequence of a packed row, with rotary position embeddings.
 
     `forward(query, key, value, ...)`: query [t, heads, d], key and value [t, kv heads, d], this rank's share of
     the row; returns [t, heads * d].
@@ -68,9 +79,11 @@ class PackedAttention(torch.nn.Module):
         attention_mask: Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedRow | None = None,
     ) -> Tensor:
         assert packed_seq_params is not None, "only packed rows are supported"
+        if packed_seq_params.rotary is not None:
+            query, key = (_Rotate.apply(x, *packed_seq_params.rotary) for x in (query, key))
         bounds = packed_seq_params.cu_seqlens_q_padded
         lengths = (bounds[1:] - bounds[:-1]).tolist()
         if self.size == 1:
@@ -78,17 +91,9 @@ class PackedAttention(torch.nn.Module):
         return self._context_parallel(query, key, value, lengths)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-        """All sequences are whole here: those of similar length make a padded batch. Causality hides the padding."""
-        batches = _padded_batches(tuple(lengths))
-        if len(batches) == 1 and batches[0].full:
-            shape = batches[0].shape
-            return self._attend(*(x.unflatten(0, shape) for x in (query, key, value))).flatten(0, 1).flatten(1)
-        out = []
-        for batch in batches:
-            padded = (_Pad.apply(x, batch).unflatten(0, batch.shape) for x in (query, key, value))
-            out.append(_Unpad.apply(self._attend(*padded).flatten(0, 1).flatten(1), batch))
-        order = torch.cat([batch.tokens for batch in batches]).to(query.device)
-        return torch.cat(out).index_select(0, torch.argsort(order))
+        """All sequences are whole here. Autograd joins the gradients of a split at once; slices would add up rows."""
+        parts = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+        return torch.cat([self._attend(q[None], k[None], v[None])[0] for q, k, v in parts]).flatten(1)
 
     def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
         """Each rank attends with its two chunks of every sequence to all keys before them."""
@@ -128,76 +133,23 @@ def _lower_right_mask(query: Tensor, key: Tensor) -> Tensor:
     return ones.tril(key.shape[2] - query.shape[2])
 
 
-@dataclass(frozen=True, slots=True)
-class _PaddedBatch:
-    """Some sequences of a row as a padded batch of `shape` (sequences, longest).
-
-    Token `tokens[i]` of the row stands at place `places[i]` of the flattened batch; `full`: without padding.
-    """
-
-    shape: tuple[int, int]
-    tokens: Tensor
-    places: Tensor
-    full: bool
-
-
-class _Pad(torch.autograd.Function):
-    """Row [t, ...] -> flattened padded batch [b * s, ...], zeros at padding. Autograd's own way through slices
-    would make and add up a whole row of zeros for every sequence."""
+class _Rotate(torch.autograd.Function):
+    """Rotate pairs (i, i + d / 2) of x [t, heads, d] by angles of which cos and sin [t, 1, d / 2] are given."""
 
     @staticmethod
-    def forward(ctx: Any, row: Tensor, batch: _PaddedBatch) -> Tensor:
-        ctx.batch, ctx.total = batch, len(row)
-        return _move(row, batch.tokens, batch.places, batch.shape[0] * batch.shape[1])
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _move(grad, ctx.batch.places, ctx.batch.tokens, ctx.total), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin), None, None
 
 
-class _Unpad(torch.autograd.Function):
-    """Flattened padded batch [b * s, ...] -> its tokens in the order of `batch.tokens`."""
-
-    @staticmethod
-    def forward(ctx: Any, padded: Tensor, batch: _PaddedBatch) -> Tensor:
-        ctx.batch = batch
-        return padded.index_select(0, batch.places.to(padded.device))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        batch = ctx.batch
-        return _move(grad, torch.arange(len(grad)), batch.places, batch.shape[0] * batch.shape[1]), None
-
-
-def _move(source: Tensor, origins: Tensor, destinations: Tensor, size: int) -> Tensor:
-    """A new tensor of `size` rows whose `destinations` hold the `origins` of `source`, zeros elsewhere."""
-    out = source.new_zeros(size, *source.shape[1:])
-    return out.index_copy_(0, destinations.to(source.device), source.index_select(0, origins.to(source.device)))
-
-
-@functools.lru_cache(maxsize=64)
-def _padded_batches(lengths: tuple[int, ...]) -> list[_PaddedBatch]:
-    """The padded batches of a row; every layer of the model asks for the same."""
-    starts = [0, *accumulate(lengths)]
-    batches = []
-    for indices in _similar_lengths(lengths):
-        longest = max(lengths[i] for i in indices)
-        tokens = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in indices])
-        places = torch.cat([torch.arange(lengths[i]) + row * longest for row, i in enumerate(indices)])
-        shape = (len(indices), longest)
-        batches.append(_PaddedBatch(shape, tokens, places, len(tokens) == shape[0] * shape[1]))
-    return batches
-
-
-def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Group indices by length so that padding a group to its longest adds at most `_MAX_PADDING`."""
-    groups: list[list[int]] = []
-    total = longest = 0
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        padded = longest * (len(groups[-1]) + 1) if groups else 0
-        if not groups or padded > (total + lengths[index]) * (1 + _MAX_PADDING):
-            groups.append([])
-            total, longest = 0, lengths[index]
-        groups[-1].append(index)
-        total += lengths[index]
-    return groups
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (a, b), (out_a, out_b) = x.chunk(2, -1), out.chunk(2, -1)
+    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=out_b).addcmul_(a, sin)
+    return out

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from sleuth.megatron import logprobs
-from sleuth.megatron.attention import PackedAttention
+from sleuth.megatron.attention import PackedAttention, PackedRow, rotary_angles
 from sleuth.megatron.logprobs import HeadOptions, token_statistics
 
 
@@ -105,11 +104,37 @@ def test_packed_attention_is_causal_within_each_sequence(lengths: list[int]) -> 
     config = SimpleNamespace(attention_dropout=0.0)
     attention = PackedAttention(config, 1, AttnMaskType.causal, pg_collection=SimpleNamespace(cp=OneRank()))
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
-    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q_padded=bounds)
+    params = PackedRow(qkv_format="thd", cu_seqlens_q_padded=bounds)
     found = attention(query, key, value, packed_seq_params=params)
     torch.testing.assert_close(found, expected)
     for ours, theirs in zip(torch.autograd.grad((found * upstream).sum(), (query, key, value)), gradients, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_rotation_agrees_with_transformers() -> None:
+    from transformers import Qwen2Config
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
+
+    torch.manual_seed(0)
+    config = Qwen2Config(hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
+    lengths, width = [5, 3], 8
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    query, key, value = (torch.randn(8, heads, width, requires_grad=True) for heads in (4, 2, 2))
+    cos, sin = Qwen2RotaryEmbedding(config)(query, positions[None])
+    rotated = apply_rotary_pos_emb(query[None], key[None], cos, sin, unsqueeze_dim=2)
+
+    attention = PackedAttention(
+        SimpleNamespace(attention_dropout=0.0), 1, AttnMaskType.causal, pg_collection=SimpleNamespace(cp=OneRank())
+    )
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
+    plain = PackedRow(qkv_format="thd", cu_seqlens_q_padded=bounds)
+    angles = rotary_angles(positions, width, config.rope_parameters["rope_theta"], torch.float32)
+    expected = attention(rotated[0][0], rotated[1][0], value, packed_seq_params=plain)
+    found = attention(query, key, value, packed_seq_params=PackedRow(**vars(plain) | {"rotary": angles}))
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn_like(found)
+    gradients = [torch.autograd.grad(x, (query, key, value), upstream, retain_graph=True) for x in (found, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_attention_dropout_is_refused() -> None:
