@@ -96,7 +96,8 @@ def _fault(args: argparse.Namespace) -> str | None:
     if args.bm25_index_path and not _is_hybrid(args):
         return "--bm25_index_path goes with --retriever_name hybrid; an index of bm25 alone is given by --index_path"
     if args.retriever_name == "bm25":
-        given = [flag for flag in ENCODER_FLAGS + FAISS_FLAGS if getattr(args, flag) not in (None, False)]
+        given = [flag for flag in ENCODER_FLAGS if getattr(args, flag) is not None]
+        given += [flag for flag in FAISS_FLAGS if getattr(args, flag)]
         return f"--{given[0]} has no meaning with --retriever_name bm25, which has no encoder" if given else None
     encoder = _encoder_name(args)
     if encoder not in PRESETS and not args.retriever_model:
