@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from local_dense_retriever.batching import Batcher, BatchingConfig, Hit, QueueFullError, SearchFailedError
@@ -24,6 +25,7 @@ MAX_QUERIES = 1024
 MAX_QUERY_CHARS = 8192
 MAX_BODY_BYTES = 16 * 1024 * 1024
 RETRY_AFTER_SECONDS = 1
+CLIENT_GONE = 499  # nginx's; no one reads it but the metrics
 
 
 def _not_blank(query: str) -> str:
@@ -155,12 +157,15 @@ async def read_body(request: Request) -> bytes:
     if content_type != "application/json":
         raise HTTPException(415, f"expected Content-Type: application/json, found {content_type[:80]!r}")
     chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= MAX_BODY_BYTES:
-            chunks.append(chunk)
-        elif size > 8 * MAX_BODY_BYTES:
-            break
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= MAX_BODY_BYTES:
+                chunks.append(chunk)
+            elif size > 8 * MAX_BODY_BYTES:
+                break
+    except ClientDisconnect:
+        raise HTTPException(CLIENT_GONE, "the client has gone") from None
     if size > MAX_BODY_BYTES:
         raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes; ask in several requests")
     return b"".join(chunks)
@@ -190,7 +195,7 @@ async def unless_disconnected(receive: Receive, search: Awaitable[list[list[Hit]
         return await searching
     except asyncio.CancelledError:
         if watching.done() and not watching.cancelled():
-            raise HTTPException(499, "the client has gone") from None
+            raise HTTPException(CLIENT_GONE, "the client has gone") from None
         raise
     finally:
         watching.cancel()

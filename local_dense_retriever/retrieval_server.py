@@ -18,6 +18,7 @@ import argparse
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -79,14 +80,29 @@ class Server(uvicorn.Server):
 def serve(args: argparse.Namespace) -> None:
     """Bind first, so that a port in use is known before anything big is loaded; then load and answer."""
     sock = bind(args.host, args.port)
+    allow_many_connections()
     started = time.monotonic()
     corpus = open_corpus(args.corpus_path)
     retriever = load_retriever(args, corpus)
     logger.info("%d passages ready after %.1f s", len(corpus), time.monotonic() - started)
     host = f"[{args.host}]" if ":" in args.host else args.host
     app = create_app(retriever, lambda index: passage_json(corpus, index), args.topk, batching_config(args))
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=30, backlog=BACKLOG)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=30,
+        timeout_keep_alive=75,  # a client's pool may hold a connection while a model generates
+        backlog=BACKLOG,
+    )
     Server(config, f"http://{host}:{sock.getsockname()[1]}", args.url_file).run(sockets=[sock])
+
+
+def allow_many_connections() -> None:
+    """Raise the number of open files to what the system lets this process have; each client takes one."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def passage_json(corpus: Corpus, index: int) -> bytes:

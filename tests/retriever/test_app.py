@@ -164,6 +164,14 @@ def test_a_client_that_goes_away_takes_its_query_along(url: str, retriever: Scri
     assert metric(url, "retrieval_abandoned_total") == 1
 
 
+def test_a_client_that_goes_away_while_it_sends(url: str, retriever: ScriptedRetriever) -> None:
+    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as client:
+        client.sendall(b'POST /retrieve HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"queries": ')
+        time.sleep(0.1)
+    wait_until(lambda: metric(url, 'retrieval_requests_total{path="/retrieve",status="499"}') == 1)
+    assert not retriever.asked
+
+
 def test_a_failed_search_is_a_500_and_the_server_lives_on(url: str) -> None:
     answer = post(url, {"queries": ["boom"]})
     assert (answer.status_code, answer.json()) == (500, {"detail": "the search failed: RuntimeError: out of memory"})
