@@ -74,7 +74,7 @@ def look_up(url: str, sha256: str | None, attempts: int) -> Remote:
 def _look_up(url: str, sha256: str | None) -> Remote:
     found_size, found_hash, at = None, sha256, url
     for _ in range(REDIRECTS):
-        with _request("HEAD", at, {"Accept-Encoding": "identity"}) as response:
+        with _request("HEAD", at, {"Accept-Encoding": "identity"}, allow_redirects=False) as response:
             found_hash = found_hash or _stated_hash(response.headers)
             size = response.headers.get("X-Linked-Size")
             if not response.is_redirect:
@@ -117,7 +117,7 @@ def _retrying(action: Callable[[], T], attempts: int) -> T:
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(Interrupted),
         stop=tenacity.stop_after_attempt(max(1, attempts)),
-        wait=tenacity.wait_exponential_jitter(FIRST_WAIT_S, LONGEST_WAIT_S),
+        wait=tenacity.wait_exponential_jitter(multiplier=FIRST_WAIT_S, max=LONGEST_WAIT_S),
         before_sleep=tenacity.before_sleep_log(logger, logging.WARNING),
         reraise=True,
     )
