@@ -14,6 +14,7 @@ from rich.console import Console
 from sleuth.arguments import Args, check_files, check_model, config_table, parse_args_or_exit, read_hf_config
 from sleuth.arguments.files import LATEST
 from sleuth.cluster.logs import configure_logging, failure_message
+from sleuth.cluster.preflight import check_data, check_disk
 from sleuth.cluster.run import Run, start_run
 from sleuth.cluster.signals import end_on_signals
 from sleuth.hooks import check_hooks
@@ -71,13 +72,17 @@ def main() -> None:
         check_files(args)
         args = check_model(args, read_hf_config(args))
         check_hooks(args)
-    except ValueError as error:
+        check_data(args)
+        warning = check_disk(args)
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     run_dir = args.run_dir.resolve()
     configure_logging(run_dir, "driver")
     args.write(run_dir / "config.yaml")
     console = Console()
     console.print(config_table(args))
+    if warning:
+        console.print(f"warning: {warning}", style="yellow", soft_wrap=True, markup=False)
     console.print(f"starting (it takes a minute or so); logs: {run_dir / 'logs'}", soft_wrap=True, markup=False)
     try:
         with start_run(args, run_dir) as run, Tracker(args, run_dir, first_step=run.steps_done + 1) as tracker:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 logger = logging.getLogger(__name__)
@@ -61,20 +62,19 @@ class Records:
             )
 
 
-def read_records(text: str) -> Records:
-    """The rows that `path[@[a:b]]` names.
+def read_records(text: str, limit: int | None = None) -> Records:
+    """The rows that `path[@[a:b]]` names, or only the first `limit` of them.
 
     Values are plain Python: numpy arrays and scalars become lists and numbers. A path `owner/repo/file` that is not
     here is fetched from the data sets of the Hugging Face hub. ValueError for an unknown kind of file, a
-    broken line, or no rows at all; FileNotFoundError if the file is neither here nor there.
+    broken file or line, or no rows at all; FileNotFoundError if the file is neither here nor there.
     """
     wanted = DataPath.parse(text)
     path = _local_file(wanted.path)
     if not path.name.endswith(SUFFIXES):
         raise ValueError(f"expected a file that ends in {', '.join(SUFFIXES)}, found {wanted.path}")
-    columns, rows, total = (
-        _read_parquet(path, wanted.rows) if path.suffix == ".parquet" else _read_jsonl(path, wanted.rows)
-    )
+    read = _read_parquet if path.suffix == ".parquet" else _read_jsonl
+    columns, rows, total = read(path, wanted.rows, limit)
     if not rows:
         raise ValueError(f"{text} has no rows (the file has {total}); give another file or slice")
     first, _, _ = wanted.rows.indices(total)
@@ -97,21 +97,32 @@ def _local_file(path: str) -> Path:
         ) from error
 
 
-def _read_parquet(path: Path, wanted: slice) -> tuple[list[str], list[dict[str, Any]], int]:
-    table = pq.read_table(path)
+def _read_parquet(path: Path, wanted: slice, limit: int | None) -> tuple[list[str], list[dict[str, Any]], int]:
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"expected a parquet file, found none that can be read at {path} ({reason}); write or download it again"
+        ) from error
     start, stop, _ = wanted.indices(table.num_rows)
-    rows = table.slice(start, max(0, stop - start)).to_pylist()
+    rows = table.slice(start, max(0, stop - start))[:limit].to_pylist()
     return table.column_names, [plain(row) for row in rows], table.num_rows
 
 
-def _read_jsonl(path: Path, wanted: slice) -> tuple[list[str], list[dict[str, Any]], int]:
+def _read_jsonl(path: Path, wanted: slice, limit: int | None) -> tuple[list[str], list[dict[str, Any]], int]:
     rows = []
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                rows.append(_parse_line(line, path, number))
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    rows.append(_parse_line(line, path, number))
+    except (UnicodeDecodeError, EOFError, OSError) as error:  # not UTF-8, cut short, not gzip
+        raise ValueError(
+            f"expected JSONL in UTF-8, found what cannot be read in {path} ({error}); write or download it again"
+        ) from error
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    return columns, rows[wanted], len(rows)
+    return columns, rows[wanted][:limit], len(rows)
 
 
 def _parse_line(line: str, path: Path, number: int) -> dict[str, Any]:

@@ -8,8 +8,10 @@ stream.next_groups(8)
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
@@ -21,6 +23,7 @@ from sleuth.data.stream import RowStream
 logger = logging.getLogger(__name__)
 
 Prompt = str | list[dict[str, Any]]
+CHECKED_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,18 @@ def load_rows(
     generate are dropped, and the log says how many. Raises ValueError if a column is missing (naming those found), a
     prompt is not a prompt, or no row is left.
     """
-    records = read_records(path)
+    return _drop_long(list(_iter_rows(read_records(path), args, tokenizer, evaluation)), path, _context_limit(args))
+
+
+def check_rows(path: str, args: Args, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool = False) -> None:
+    """Raise as `load_rows` would, as far as the first rows tell: a look before anything expensive starts."""
+    records = read_records(path, limit=None if args.data_source_filter else CHECKED_ROWS)
+    deque(islice(_iter_rows(records, args, tokenizer, evaluation), CHECKED_ROWS), maxlen=0)
+
+
+def _iter_rows(
+    records: Records, args: Args, tokenizer: PreTrainedTokenizerBase, evaluation: bool
+) -> Iterator[PromptRow]:
     input_flag, label_flag = ("--eval-input-key", "--eval-label-key") if evaluation else ("--input-key", "--label-key")
     input_key = args.eval_input_key if evaluation else args.input_key
     label_key = args.eval_label_key if evaluation else args.label_key
@@ -61,12 +75,10 @@ def load_rows(
     if args.tool_key:
         records.require(args.tool_key, "--tool-key")
     renderer = PromptRenderer(tokenizer, args.apply_chat_template, args.apply_chat_template_kwargs)
-    rows = []
     for index, record in _selected(records, args.data_source_filter):
         prompt = _checked_prompt(record.get(input_key), f"row {index} of {records.path}, column {input_key!r}")
         ids = renderer.render(prompt, tools=record.get(args.tool_key) if args.tool_key else None)
-        rows.append(PromptRow(index, prompt, ids, record.get(label_key), _metadata(record, args.metadata_key)))
-    return _drop_long(rows, path, _context_limit(args))
+        yield PromptRow(index, prompt, ids, record.get(label_key), _metadata(record, args.metadata_key))
 
 
 @dataclass(frozen=True, slots=True)

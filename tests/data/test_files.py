@@ -41,6 +41,26 @@ def test_slices_of_every_kind_of_file(path: Path, text: str, rows: list[dict], f
     assert (records.rows, records.first, records.columns) == (rows, first, ["prompt", "reward_model"])
 
 
+def test_only_the_first_rows(path: Path) -> None:
+    records = read_records(f"{path}@[1:]", limit=2)
+    assert (records.rows, records.first, records.columns) == (ROWS[1:3], 1, ["prompt", "reward_model"])
+
+
+@pytest.mark.parametrize(
+    ("name", "data"), [("a.parquet", b""), ("a.parquet", b"no parquet"), ("a.jsonl", b'{"a": "\xff"}')]
+)
+def test_a_file_that_cannot_be_read_says_what_to_do(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=rf"(?s)found .*{name}.*write or download it again"):
+        read_records(str(tmp_path / name))
+
+
+def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "x"}\n' * 500)[:40])
+    with pytest.raises(ValueError, match=r"cannot be read in .*download it again"):
+        read_records(str(tmp_path / "a.jsonl.gz"))
+
+
 @pytest.mark.parametrize("text", ["@[5:9]", "@[3:2]"])
 def test_an_empty_slice_is_an_error(path: Path, text: str) -> None:
     with pytest.raises(ValueError, match=r"has no rows \(the file has 5\)"):
