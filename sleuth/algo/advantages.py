@@ -19,11 +19,6 @@ def equal_groups(rewards: Tensor) -> Tensor:
     return rewards.amax(dim=1) == rewards.amin(dim=1)
 
 
-def count_equal_groups(rewards: Tensor) -> int:
-    """How many groups of `rewards` [G, n] have one reward throughout."""
-    return int(equal_groups(rewards).sum())
-
-
 def group_advantages(rewards: Tensor, *, normalize_std: bool) -> Tensor:
     """Rewards [G, n] relative to their group: reward - mean, and over the standard deviation if asked.
 

@@ -98,7 +98,7 @@ EVALUATION = (
     Metric("eval/<name>/response_length", "tokens", "mean response length, observations included"),
     Metric("eval/<name>/truncated", "share", "trajectories that a budget ended"),
     Metric("eval/<name>/questions", "questions", "trajectories that count in the averages"),
-    Metric("eval/<name>/failed", "questions", "trajectories without a reward, left out of the averages"),
+    Metric("eval/<name>/failed", "samples", "trajectories that the engine or the environment failed; generated anew"),
     Metric("eval/<name>/source/<data source>/<measure>", "", "the same measure over one data source"),
     Metric("eval/<name>/macro/<measure>", "", "mean of the measure over data sources, each counting once"),
 )

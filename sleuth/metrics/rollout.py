@@ -106,20 +106,15 @@ def evaluation_name(data_set: str, temperature: float) -> str:
     return f"{data_set}/greedy" if temperature == 0 else f"{data_set}/t{float(temperature)}"
 
 
-def evaluation_metrics(samples: Sequence[Sample], name: str) -> dict[str, float]:
-    """`eval/<name>/...` of the samples of one evaluation, overall, per data source and macro.
+def evaluation_metrics(samples: Sequence[Sample], name: str, failed: Sequence[Sample] = ()) -> dict[str, float]:
+    """`eval/<name>/...` of the scored samples of one evaluation, overall, per data source and macro.
 
-    Samples without a reward (their search or the engine failed, so they say nothing about the model)
-    are left out of the averages and counted as `failed`. `macro` is the mean over data sources.
+    `failed`: trajectories whose search or engine failed, which say nothing about the model; they were generated anew,
+    and count as `failed` only. `macro` is the mean over data sources.
     """
-    scored = [sample for sample in samples if sample.reward is not None]
-    metrics = {
-        "questions": float(len(scored)),
-        "failed": float(len(samples) - len(scored)),
-        **_evaluation_averages(scored),
-    }
+    metrics = {"questions": float(len(samples)), "failed": float(len(failed)), **_evaluation_averages(samples)}
     by_source: dict[str, list[Sample]] = defaultdict(list)
-    for sample in scored:
+    for sample in samples:
         by_source[data_source(sample)].append(sample)
     sources = {source: _evaluation_averages(members) for source, members in sorted(by_source.items())}
     for source, averages in sources.items():

@@ -72,7 +72,7 @@ class FailureBudget:
 
 @dataclass(slots=True)
 class Rollout:
-    """The kept groups of a step, in the order of the prompt data, and what was left out."""
+    """The kept groups of a step or an evaluation, in the order of the prompt data, and what was left out."""
 
     groups: list[list[Sample]] = field(default_factory=list)
     failed: list[Sample] = field(default_factory=list)
@@ -138,8 +138,11 @@ class GenerationLoop:
         rollout.failed = budget.failed
         return rollout
 
-    async def evaluate(self, rows: Iterable[PromptRow], temperature: float) -> list[Sample]:
-        """Generate and score each row `n_samples_per_eval_prompt` times, in the rows' order."""
+    async def evaluate(self, rows: Iterable[PromptRow], temperature: float) -> Rollout:
+        """Generate and score each row `n_samples_per_eval_prompt` times; a group a row, in the rows' order.
+
+        A failed trajectory is generated anew, as in `rollout`.
+        """
         args = self.args
         params = sampling_parameters(
             args,
@@ -150,7 +153,7 @@ class GenerationLoop:
         groups = [_group(row, i, args.n_samples_per_eval_prompt) for i, row in enumerate(rows)]
         budget = self._budget(sum(map(len, groups)))
         done = await self._run_groups(groups, params, budget, evaluation=True)
-        return [sample for group in done for sample in group]
+        return Rollout(done, budget.failed)
 
     def _budget(self, samples: int) -> FailureBudget:
         return FailureBudget(math.ceil(self.args.max_failure_rate * samples))

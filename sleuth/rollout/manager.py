@@ -84,9 +84,9 @@ class RolloutManager:
         for name, rows in self.eval_rows.items():
             for temperature in self.args.eval_temperature:
                 label = evaluation_name(name, temperature)
-                samples = self._run(self.loop.evaluate(rows, temperature))
-                metrics |= evaluation_metrics(samples, label)
-                self._write_trajectories(f"eval_{step:07d}_{label.replace('/', '_')}", samples)
+                rollout = self._run(self.loop.evaluate(rows, temperature))
+                metrics |= evaluation_metrics(rollout.samples, label, rollout.failed)
+                self._write_trajectories(f"eval_{step:07d}_{label.replace('/', '_')}", rollout.samples)
         return metrics
 
     def probe_ids(self) -> list[int]:
@@ -113,10 +113,6 @@ class RolloutManager:
 
     def state_dict(self) -> dict[str, Any]:
         return {"stream": self.stream.state_dict()}
-
-    def close(self) -> None:
-        self._runner.run(self.engine.close())
-        self._runner.close()
 
     def _write_trajectories(self, name: str, samples: list[Any]) -> None:
         if self.args.log_trajectories:

@@ -90,16 +90,15 @@ def test_evaluation_is_reported_overall_by_source_and_macro():
     assert metrics["eval/test/greedy/macro/em"] == 0.5
 
 
-def test_evaluation_leaves_failed_samples_out_and_says_how_many():
+def test_evaluation_counts_the_trajectories_that_failed_apart():
     failed = make_sample(reward=None, status=SampleStatus.FAILED, reason=StopReason.SEARCH_FAILED)
-    metrics = evaluation_metrics([make_sample(components={"exact_match": 1.0}), failed], "test")
+    metrics = evaluation_metrics([make_sample(components={"exact_match": 1.0})], "test", [failed, failed])
     assert metrics["eval/test/em"] == 1.0
-    assert (metrics["eval/test/questions"], metrics["eval/test/failed"]) == (1, 1)
+    assert (metrics["eval/test/questions"], metrics["eval/test/failed"]) == (1, 2)
 
 
-def test_evaluation_without_any_scored_sample_claims_nothing():
-    metrics = evaluation_metrics([make_sample(reward=None)], "test")
-    assert metrics == {"eval/test/questions": 0.0, "eval/test/failed": 1.0}
+def test_evaluation_of_nothing_claims_nothing():
+    assert evaluation_metrics([], "test") == {"eval/test/questions": 0.0, "eval/test/failed": 0.0}
 
 
 @pytest.mark.parametrize(

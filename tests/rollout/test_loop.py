@@ -158,9 +158,25 @@ def test_evaluation_is_announced_and_uses_its_own_parameters():
         return await answer(args, sample, sampling_params)
 
     loop = GenerationLoop(arguments(eval_max_response_len=5), Hooks(generate, one))
-    samples = asyncio.run(loop.evaluate([Row("a"), Row("b")], temperature=0.0))
-    assert [s.prompt for s in samples] == ["a", "b"]
+    rollout = asyncio.run(loop.evaluate([Row("a"), Row("b")], temperature=0.0))
+    assert [s.prompt for s in rollout.samples] == ["a", "b"]
     assert seen == [(True, 0.0, 5)] * 2
+    assert rollout.failed == []
+
+
+def test_evaluation_tells_which_trajectories_failed_before_they_were_repeated():
+    tries = []
+
+    async def flaky(args, sample, sampling_params):
+        tries.append(sample.prompt)
+        if tries.count("b") == 1 and sample.prompt == "b":
+            return sample.finish(SampleStatus.FAILED, StopReason.SEARCH_FAILED, "no route to the server")
+        return await answer(args, sample, sampling_params)
+
+    loop = GenerationLoop(arguments(), Hooks(flaky, one))
+    rollout = asyncio.run(loop.evaluate([Row("a"), Row("b")], temperature=0.0))
+    assert [(s.prompt, s.stop_reason) for s in rollout.failed] == [("b", StopReason.SEARCH_FAILED)]
+    assert [(s.prompt, s.status) for s in rollout.samples] == [("a", "completed"), ("b", "completed")]
 
 
 @pytest.mark.parametrize(
