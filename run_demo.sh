@@ -7,13 +7,6 @@
 # It starts what it needs (a retrieval server, Ray, one engine, the trainer) on free ports and stops
 # exactly that at the end. Results: runs/demo/<start time>/.
 set -euo pipefail
-CALLED_IN="$PWD"
-cd "$(dirname "${BASH_SOURCE[0]}")"
-
-STEPS=40
-SEED=1
-QUESTIONS=200
-RUN_DIR="runs/demo/$(date -u +%Y%m%d-%H%M%S)"
 
 usage() {
     sed -n '2,8p' "${BASH_SOURCE[0]##*/}" | sed 's/^# \{0,1\}//'
@@ -25,41 +18,6 @@ usage() {
   -- FLAGS        further flags for train.py
 END
 }
-
-while [[ $# -gt 0 ]]; do
-    case "$1" in
-    --steps | --seed | --questions | --run-dir)
-        [[ $# -ge 2 ]] || { echo "$1 needs a value" >&2; exit 2; }
-        case "$1" in
-        --steps) STEPS="$2" ;;
-        --seed) SEED="$2" ;;
-        --questions) QUESTIONS="$2" ;;
-        --run-dir) [[ "$2" == /* ]] && RUN_DIR="$2" || RUN_DIR="$CALLED_IN/$2" ;;
-        esac
-        shift 2
-        ;;
-    -h | --help) usage; exit 0 ;;
-    --) shift; break ;;
-    *) echo "unknown option: $1" >&2; usage >&2; exit 2 ;;
-    esac
-done
-for option in "--steps $STEPS" "--questions $QUESTIONS" "--seed $SEED"; do
-    [[ "$option" =~ ^--(seed\ 0|[a-z]+\ [1-9][0-9]*)$ ]] && continue
-    echo "${option%% *}: expected a whole number$([[ "$option" == --seed* ]] || echo " from 1 on"), found '${option#* }'" >&2
-    exit 2
-done
-if [[ -n "$(ls -A "$RUN_DIR" 2>/dev/null)" ]]; then
-    echo "--run-dir: expected a new or empty folder, found files in $RUN_DIR; name another" >&2
-    exit 2
-fi
-
-bash scripts/setup_cpu.sh
-STARTED=$(date +%s)
-PYTHON=.venv/bin/python
-MODEL=data/demo/model
-mkdir -p "$RUN_DIR"
-
-retriever_pid="" step_pid=""
 
 # A step runs in the background, so that a signal to this script is answered at once.
 run() {
@@ -78,26 +36,73 @@ clean_up() {
         wait "$pid" 2>/dev/null || true
     done
 }
-trap clean_up EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
 
-echo "== retrieval server (BM25 over the shipped corpus)"
-$PYTHON local_dense_retriever/retrieval_server.py --corpus_path data/demo/corpus.jsonl.gz --retriever_name bm25 \
-    --port 0 --url_file "$RUN_DIR/retriever.url" >"$RUN_DIR/retriever.log" 2>&1 &
-retriever_pid=$!
+# In a function, which bash reads whole before it runs it: an edit of this file does not touch a run under way.
+main() {
+    CALLED_IN="$PWD"
+    cd "$(dirname "${BASH_SOURCE[0]}")"
 
-echo "== HF checkpoint -> torch_dist"
-run $PYTHON tools/convert_hf_to_torch_dist.py --hf-checkpoint "$MODEL" --save "$RUN_DIR/ref"
+    STEPS=40
+    SEED=1
+    QUESTIONS=200
+    RETRIEVER=(--retriever_name bm25)
+    RUN_DIR="runs/demo/$(date -u +%Y%m%d-%H%M%S)"
 
-for _ in $(seq 300); do
-    [[ -s "$RUN_DIR/retriever.url" ]] && break
-    kill -0 "$retriever_pid" 2>/dev/null || { cat "$RUN_DIR/retriever.log" >&2; echo "the retrieval server did not start" >&2; exit 1; }
-    sleep 0.2
-done
-[[ -s "$RUN_DIR/retriever.url" ]] || { echo "the retrieval server was not ready within a minute: $RUN_DIR/retriever.log" >&2; exit 1; }
+    while [[ $# -gt 0 ]]; do
+        case "$1" in
+        --steps | --seed | --questions | --run-dir)
+            [[ $# -ge 2 ]] || { echo "$1 needs a value" >&2; exit 2; }
+            case "$1" in
+            --steps) STEPS="$2" ;;
+            --seed) SEED="$2" ;;
+            --questions) QUESTIONS="$2" ;;
+            --run-dir) [[ "$2" == /* ]] && RUN_DIR="$2" || RUN_DIR="$CALLED_IN/$2" ;;
+            esac
+            shift 2
+            ;;
+        -h | --help) usage; exit 0 ;;
+        --) shift; break ;;
+        *) echo "unknown option: $1" >&2; usage >&2; exit 2 ;;
+        esac
+    done
+    for option in "--steps $STEPS" "--questions $QUESTIONS" "--seed $SEED"; do
+        [[ "$option" =~ ^--(seed\ 0|[a-z]+\ [1-9][0-9]*)$ ]] && continue
+        echo "${option%% *}: expected a whole number$([[ "$option" == --seed* ]] || echo " from 1 on"), found '${option#* }'" >&2
+        exit 2
+    done
+    if [[ -n "$(ls -A "$RUN_DIR" 2>/dev/null)" ]]; then
+        echo "--run-dir: expected a new or empty folder, found files in $RUN_DIR; name another" >&2
+        exit 2
+    fi
 
-cat >"$RUN_DIR/search.yaml" <<END
+    bash scripts/setup_cpu.sh
+    STARTED=$(date +%s)
+    PYTHON=.venv/bin/python
+    MODEL=data/demo/model
+    mkdir -p "$RUN_DIR"
+
+    retriever_pid="" step_pid=""
+
+    trap clean_up EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+
+    echo "== retrieval server (BM25 over the shipped corpus)"
+    $PYTHON local_dense_retriever/retrieval_server.py --corpus_path data/demo/corpus.jsonl.gz "${RETRIEVER[@]}" \
+        --port 0 --url_file "$RUN_DIR/retriever.url" >"$RUN_DIR/retriever.log" 2>&1 &
+    retriever_pid=$!
+
+    echo "== HF checkpoint -> torch_dist"
+    run $PYTHON tools/convert_hf_to_torch_dist.py --hf-checkpoint "$MODEL" --save "$RUN_DIR/ref"
+
+    for _ in $(seq 300); do
+        [[ -s "$RUN_DIR/retriever.url" ]] && break
+        kill -0 "$retriever_pid" 2>/dev/null || { cat "$RUN_DIR/retriever.log" >&2; echo "the retrieval server did not start" >&2; exit 1; }
+        sleep 0.2
+    done
+    [[ -s "$RUN_DIR/retriever.url" ]] || { echo "the retrieval server was not ready within a minute: $RUN_DIR/retriever.log" >&2; exit 1; }
+
+    cat >"$RUN_DIR/search.yaml" <<END
 search_r1:
   search_backend: local
   local: {search_url: "$(cat "$RUN_DIR/retriever.url")/retrieve"}
@@ -106,26 +111,29 @@ search_r1:
   max_observation_tokens: 48
 END
 
-echo "== $STEPS steps of GRPO: Ray, one SGLang engine and the Megatron trainer on this CPU"
-run $PYTHON train.py \
-    --hf-checkpoint "$MODEL" --ref-load "$RUN_DIR/ref" --save "$RUN_DIR/checkpoints" --save-interval 20 --save-keep 2 \
-    --prompt-data data/demo/train.parquet --input-key prompt --label-key reward_model --apply-chat-template \
-    --rollout-shuffle --num-rollout "$STEPS" --rollout-batch-size 8 --n-samples-per-prompt 8 --global-batch-size 64 \
-    --rollout-max-response-len 48 --rollout-max-context-len 512 --rollout-temperature 1 \
-    --eval-interval 10 --eval-prompt-data demo "data/demo/test.parquet@[0:$QUESTIONS]" \
-    --eval-temperature 0 1 \
-    --colocate --actor-num-nodes 1 --actor-num-gpus-per-node 1 --rollout-num-gpus 1 --rollout-num-gpus-per-engine 1 \
-    --use-dynamic-batch-size --max-tokens-per-gpu 2048 --balance-data \
-    --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl \
-    --eps-clip 0.2 --eps-clip-high 0.28 --entropy-coef 0 \
-    --optimizer adam --lr 1.2e-4 --lr-decay-style linear --min-lr 1.2e-5 --weight-decay 0.01 --adam-beta1 0.9 --adam-beta2 0.98 \
-    --clip-grad 1.0 --max-logprob-diff 1e-4 \
-    --custom-generate-function-path generate_with_search.generate \
-    --custom-rm-path generate_with_search.reward_func \
-    --custom-config-path "$RUN_DIR/search.yaml" \
-    --use-tensorboard --run-dir "$RUN_DIR" --seed "$SEED" "$@"
+    echo "== $STEPS steps of GRPO: Ray, one SGLang engine and the Megatron trainer on this CPU"
+    run $PYTHON train.py \
+        --hf-checkpoint "$MODEL" --ref-load "$RUN_DIR/ref" --save "$RUN_DIR/checkpoints" --save-interval 20 --save-keep 2 \
+        --prompt-data data/demo/train.parquet --input-key prompt --label-key reward_model --apply-chat-template \
+        --rollout-shuffle --num-rollout "$STEPS" --rollout-batch-size 8 --n-samples-per-prompt 8 --global-batch-size 64 \
+        --rollout-max-response-len 48 --rollout-max-context-len 512 --rollout-temperature 1 \
+        --eval-interval 10 --eval-prompt-data demo "data/demo/test.parquet@[0:$QUESTIONS]" \
+        --eval-temperature 0 1 \
+        --colocate --actor-num-nodes 1 --actor-num-gpus-per-node 1 --rollout-num-gpus 1 --rollout-num-gpus-per-engine 1 \
+        --use-dynamic-batch-size --max-tokens-per-gpu 2048 --balance-data \
+        --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl \
+        --eps-clip 0.2 --eps-clip-high 0.28 --entropy-coef 0 \
+        --optimizer adam --lr 1.2e-4 --lr-decay-style linear --min-lr 1.2e-5 --weight-decay 0.01 --adam-beta1 0.9 --adam-beta2 0.98 \
+        --clip-grad 1.0 --max-logprob-diff 1e-4 \
+        --custom-generate-function-path generate_with_search.generate \
+        --custom-rm-path generate_with_search.reward_func \
+        --custom-config-path "$RUN_DIR/search.yaml" \
+        --use-tensorboard --run-dir "$RUN_DIR" --seed "$SEED" "$@"
 
-echo "== torch_dist -> HF"
-run $PYTHON tools/convert_torch_dist_to_hf.py --load "$RUN_DIR/checkpoints" --hf-checkpoint "$MODEL" --save "$RUN_DIR/hf"
+    echo "== torch_dist -> HF"
+    run $PYTHON tools/convert_torch_dist_to_hf.py --load "$RUN_DIR/checkpoints" --hf-checkpoint "$MODEL" --save "$RUN_DIR/hf"
 
-$PYTHON tools/demo_report.py --run-dir "$RUN_DIR" --started "$STARTED"
+    $PYTHON tools/demo_report.py --run-dir "$RUN_DIR" --started "$STARTED"
+}
+
+main "$@"; exit

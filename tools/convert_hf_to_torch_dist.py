@@ -37,15 +37,19 @@ class ConvertArgs(ModelArgs, ConvertGroup):
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args_or_exit(argv, model=ConvertArgs)
     # Megatron is imported late: --help and wrong flags should answer at once.
-    from sleuth.megatron.convert import count_tensors, hf_to_torch_dist
+    from sleuth.megatron.convert import hf_to_torch_dist
 
     columns = (TextColumn("converting"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors"), TimeElapsedColumn())
     try:
         read_config(args.hf_checkpoint)
         with Progress(*columns) as bar:
-            task = bar.add_task("", total=count_tensors(args.hf_checkpoint))
+            task = bar.add_task("", total=None)
             found = hf_to_torch_dist(
-                args.hf_checkpoint, args.save, dtype=args.dtype, flags=args, progress=lambda _: bar.advance(task)
+                args.hf_checkpoint,
+                args.save,
+                dtype=args.dtype,
+                flags=args,
+                progress=lambda _, total: bar.update(task, advance=1, total=total),
             )
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 args.save,
                 iteration=args.iteration,
                 dtype=args.dtype,
-                progress=lambda _: bar.advance(task),
+                progress=lambda _, total: bar.update(task, advance=1, total=total),
             )
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

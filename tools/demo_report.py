@@ -29,6 +29,8 @@ EXACT_MATCH_GOAL = 0.25
 """By how much exact match at temperature 1 has to rise."""
 GREEDY_TOLERANCE = 0.03
 """By how much greedy exact match may fall."""
+FEWEST_STEPS = 10
+"""A shorter run that misses the goal is too short to tell; the demo takes 40."""
 
 ROWS = (
     ("Exact match, T = 1", "exact_match_t1", "/t1.0/em"),
@@ -69,14 +71,15 @@ def summarize(
     begin = started if started is not None else min(timestamps, default=None)
     end = (now or time.time()) if started is not None else max(timestamps, default=None)
     table = {key: _before_after(lines, ending) for _, key, ending in ROWS}
+    steps = max((line["step"] for line in lines), default=0)
     return {
         "model": configuration.get("hf_checkpoint"),
         "seed": configuration.get("seed"),
-        "steps": max((line["step"] for line in lines), default=0),
+        "steps": steps,
         "seconds": round(end - begin, 1) if begin is not None and end is not None else None,
         "questions": _before_after(lines, "/t1.0/questions")["after"],
         "table": table,
-        "goal": judge(table),
+        "goal": judge(table, steps),
         "missing": [
             f"{title}, {when}" for title, key, _ in ROWS for when in ("before", "after") if table[key][when] is None
         ],
@@ -92,18 +95,23 @@ def _before_after(lines: list[MetricsLine], ending: str) -> dict[str, float | No
     return {"before": before, "after": after, "change": change}
 
 
-def judge(table: dict[str, dict[str, float | None]]) -> dict[str, Any]:
-    """Whether exact match rose enough and greedy did not fall; None where a number is missing."""
+def judge(table: dict[str, dict[str, float | None]], steps: int) -> dict[str, Any]:
+    """Whether exact match rose enough and greedy did not fall; None where a number is missing.
+
+    A run of fewer than FEWEST_STEPS can reach the goal, but not miss it: `reached` is None then.
+    """
     rise, greedy = table["exact_match_t1"]["change"], table["exact_match_greedy"]["change"]
     rounding = 1e-9  # 0.35 - 0.10 is a little less than 0.25 in binary
     rose = None if rise is None else rise >= EXACT_MATCH_GOAL - rounding
     kept = None if greedy is None else greedy >= -GREEDY_TOLERANCE - rounding
+    too_short = steps < FEWEST_STEPS
     return {
         "exact_match_t1_rises_by": EXACT_MATCH_GOAL,
         "exact_match_t1_rose": rose,
         "greedy_falls_by_at_most": GREEDY_TOLERANCE,
         "greedy_kept": kept,
-        "reached": None if rose is None or kept is None else rose and kept,
+        "reached": None if rose is None or kept is None else (rose and kept) or (None if too_short else False),
+        "too_short_to_tell": too_short,
     }
 
 
@@ -125,9 +133,13 @@ def show(summary: dict[str, Any], run_dir: Path, console: Console) -> None:
 
 
 def verdict(summary: dict[str, Any]) -> str:
-    """One sentence: reached, not reached and why, or what is missing to tell."""
+    """One sentence: reached, not reached and why, or why that cannot be told."""
     goal = summary["goal"]
     aim = f"exact match at T = 1 rises by {EXACT_MATCH_GOAL} and greedy falls by at most {GREEDY_TOLERANCE}"
+    if goal["reached"] is None and not summary["missing"]:
+        return (
+            f"[yellow]goal ({aim}): {summary['steps']} steps are too few to tell; run at least {FEWEST_STEPS}[/yellow]"
+        )
     if goal["reached"] is None:
         return f"[yellow]goal ({aim}): cannot be told; missing: {'; '.join(summary['missing'])}[/yellow]"
     if goal["reached"]:

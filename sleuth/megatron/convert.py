@@ -31,8 +31,8 @@ SHARD_BYTES = 5 * 10**9
 
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
-Progress = Callable[[str], None]
-"""Called with the name of each tensor when it is done."""
+Progress = Callable[[str, int], None]
+"""Called with the name of each tensor when it is done, and how many there are."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def hf_to_torch_dist(
     *,
     dtype: str = "auto",
     flags: ModelArgs | None = None,
-    progress: Progress = lambda name: None,
+    progress: Progress = lambda name, total: None,
 ) -> Path:
     """Write the weights of a Hugging Face folder as a torch_dist checkpoint under `save`; returns its folder.
 
@@ -81,7 +81,7 @@ def hf_to_torch_dist(
 
     def read(name: str) -> Tensor:
         tensor = source.read(name)
-        progress(name)
+        progress(name, len(source.names))
         return tensor
 
     shape = ModelShape.from_hf(hf_checkpoint)
@@ -98,7 +98,7 @@ def torch_dist_to_hf(
     *,
     iteration: int | None = None,
     dtype: str = "auto",
-    progress: Progress = lambda name: None,
+    progress: Progress = lambda name, total: None,
 ) -> Path:
     """Write a torch_dist checkpoint as a Hugging Face folder; config and tokenizer come from `hf_checkpoint`.
 
@@ -184,7 +184,7 @@ def _write_safetensors(tensors: Mapping[str, Tensor], folder: Path, progress: Pr
     for file, shard in zip(names, shards, strict=True):
         save_file(shard, folder / file, metadata={"format": "pt"})
         for name in shard:
-            progress(name)
+            progress(name, len(tensors))
     if len(shards) > 1:
         places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         total = sum(tensor.nbytes for tensor in tensors.values())
@@ -200,8 +200,3 @@ def _check_space(folder: Path, needed: int) -> None:
             f"{os.strerror(errno.ENOSPC)}: the model needs {needed / 1e9:.3f} GB, {folder.parent} has "
             f"{free / 1e9:.3f} GB free",
         )
-
-
-def count_tensors(folder: Path) -> int:
-    """How many tensors a Hugging Face folder holds, for a progress display."""
-    return len(HfWeights(folder).names)

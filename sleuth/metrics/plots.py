@@ -121,7 +121,7 @@ def _dress(ax: Axes, panel: Panel) -> None:
     ax.set_title(panel.title, fontsize=9, loc="left")
     ax.set_xlabel("step", fontsize=8)
     ax.set_ylabel(panel.unit, fontsize=8)
-    ax.tick_params(labelsize=7)
+    ax.tick_params(which="both", labelsize=7)
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
@@ -130,7 +130,9 @@ def _dress(ax: Axes, panel: Panel) -> None:
     elif panel.logarithmic and any(_has_positive(line) for line in ax.lines):
         ax.set_yscale("log")
     else:
-        ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
+        bottom, top = ax.get_ylim()
+        bottom = min(0.0, bottom)
+        ax.set_ylim(bottom, top + 0.05 * (top - bottom))  # the highest marker is seen whole
 
 
 def _has_positive(line: Line2D) -> bool:

@@ -49,10 +49,19 @@ def test_a_run_that_learned(tmp_path, capsys):
     [(0.30, 0.60, "exact match did not rise enough"), (0.40, 0.56, "greedy exact match fell")],
 )
 def test_a_run_that_missed_the_goal_says_why(tmp_path, capsys, em, greedy, reason):
-    run = run_with([evaluation(0, 0.10, 0.60), evaluation(2, em, greedy)], tmp_path)
+    run = run_with([evaluation(0, 0.10, 0.60), evaluation(10, em, greedy)], tmp_path)
     assert main(["--run-dir", str(run)]) == 0
     assert main(["--run-dir", str(run), "--require-goal"]) == 1
     assert reason in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_short_run_that_missed_the_goal_is_too_short_to_tell(tmp_path, capsys):
+    run = run_with([evaluation(0, 0.10, 0.60), evaluation(2, 0.10, 0.60)], tmp_path)
+    assert main(["--run-dir", str(run), "--require-goal"]) == 1
+    assert json.loads((run / "summary.json").read_text())["goal"]["reached"] is None
+    out = " ".join(capsys.readouterr().out.split())
+    assert "2 steps are too few to tell" in out
+    assert "not reached" not in out
 
 
 def test_missing_numbers_are_said_to_be_missing(tmp_path, capsys):

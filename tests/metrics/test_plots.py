@@ -1,9 +1,19 @@
 import json
 
+import matplotlib.pyplot as plt
 import pytest
 from matplotlib import image
 
-from sleuth.metrics.plots import EVALUATION_PANELS, PANELS, Panel, panel_series, plot_run, plot_runs, shared_mean
+from sleuth.metrics.plots import (
+    EVALUATION_PANELS,
+    PANELS,
+    Panel,
+    _dress,
+    panel_series,
+    plot_run,
+    plot_runs,
+    shared_mean,
+)
 
 
 def write_run(folder, offset=0.0, steps=6):
@@ -28,6 +38,16 @@ def test_several_runs(tmp_path):
     plot_runs(runs, tmp_path / "curves.png")
     plot_runs(runs[:1], tmp_path / "one.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_the_highest_marker_is_seen_whole():
+    _, ax = plt.subplots()
+    ax.plot([0, 10, 20], [0.6, 0.9, 1.0])
+    _dress(ax, Panel("Searches", "/t1.0/searches"))
+    bottom, top = ax.get_ylim()
+    plt.close()
+    assert bottom == 0
+    assert top > 1.04
 
 
 def test_runs_that_share_a_label_are_refused(tmp_path):
