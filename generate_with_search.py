@@ -94,11 +94,12 @@ class GoogleConfig(_Section):
     def key(self) -> str:
         """The key itself; ValueError if the environment does not hold it."""
         name = self.api_key.removeprefix("env:")
-        if not os.environ.get(name):
+        key = os.environ.get(name, "").strip()  # a file's last line end would break the header
+        if not key:
             raise ValueError(
                 f"search_backend google needs a serper.dev key in {name}; export {name}=... and start again"
             )
-        return os.environ[name]
+        return key
 
 
 class SearchConfig(_Section):

@@ -41,12 +41,10 @@ async def google_search(
 
     async def attempt() -> list[dict[str, str]]:
         headers = {"X-API-KEY": api_key}
-        try:
-            text = await request_text("POST", url, timeout=timeout, json=body, headers=headers, proxy=proxy)
-            return parse_organic(text, url)
-        except SearchError as error:  # it quotes the answer, which may quote the key
-            error.args = tuple(str(part).replace(api_key, "***") for part in error.args)
-            raise
+        options = {"json": body, "headers": headers, "proxy": proxy}
+        # Errors quote the beginning of an answer, which may quote the key.
+        text = await request_text("POST", url, timeout=timeout, hidden=api_key, **options)
+        return parse_organic(text, url)
 
     results = (await with_search_retries(attempt, retries))[:top_k]
     texts = [result["snippet"] for result in results]

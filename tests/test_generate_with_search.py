@@ -340,6 +340,11 @@ def test_a_wrong_configuration_says_what_is_known(override: dict[str, Any], mess
     assert "s3cret" not in str(caught.value)
 
 
+def test_a_key_from_a_file_loses_its_line_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERPER_API_KEY", "s3cret\n")
+    assert search_config(SimpleNamespace()).google.key() == "s3cret"
+
+
 def test_google_needs_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make_byte_bpe_tokenizer()
     monkeypatch.delenv("SERPER_API_KEY", raising=False)

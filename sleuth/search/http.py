@@ -40,15 +40,17 @@ class SearchError(RuntimeError):
         self.retry_after = retry_after
 
 
-async def request_text(method: str, url: str, *, timeout: float, **options: Any) -> str:
+async def request_text(method: str, url: str, *, timeout: float, hidden: str | None = None, **options: Any) -> str:
     """The body of an answer with status 200, as UTF-8, which JSON is; SearchError for everything else.
 
-    Messages name the URL and what was answered, never the request's headers or body.
+    Messages name the URL and what was answered, never the request's headers or body. `hidden` is a secret that an
+    answer could repeat: it is taken out.
     """
     session = await shared_session()
     try:
         async with session.request(method, url, timeout=_within(timeout), **options) as response:
             text = (await response.read()).decode("utf-8", "replace")
+            text = text.replace(hidden, "***") if hidden else text
     except TimeoutError:
         raise SearchError(f"{url}: no answer within {timeout} s", "timeout", retryable=True) from None
     except aiohttp.InvalidURL:
