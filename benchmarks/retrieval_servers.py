@@ -81,15 +81,21 @@ def bm25_search(corpus: Sequence[dict[str, Any]]) -> Search:
 
 
 def dense_search(model_path: str, index_path: str) -> Search:
-    """A plain forward of transformers with mean pooling, and FAISS."""
+    """A plain forward of transformers with mean pooling, and FAISS.
+
+    With one torch thread a request, as the pool's threads use all cores already: with torch's default, threads of
+    threads wait for each other and a loaded server all but stops.
+    """
     import faiss
     import torch
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(model_path), AutoModel.from_pretrained(model_path).eval()
     index = faiss.read_index(index_path)
+    faiss.omp_set_num_threads(1)
 
     def search(query: str, topk: int) -> list[tuple[int, float]]:
+        torch.set_num_threads(1)  # holds for the calling thread
         with torch.inference_mode():
             inputs = tokenizer([query], return_tensors="pt")
             hidden = model(**inputs).last_hidden_state
