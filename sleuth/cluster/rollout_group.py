@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,10 @@ class SyncError(RuntimeError):
     """The engines do not compute what the trainer computes."""
 
 
+class EngineDiedError(RuntimeError):
+    """An engine ended, or stopped to answer, in the middle of a run."""
+
+
 class RolloutGroup:
     """Engines and manager of a run that generates its data."""
 
@@ -89,10 +95,12 @@ class RolloutGroup:
         self._probe_ids: list[int] = ray.get(self._manager.connect.remote(self.urls, state))
 
     def generate(self, step: int) -> StepData:
-        return ray.get(self._manager.generate.remote(step))
+        with self._explain_dead_engines():
+            return ray.get(self._manager.generate.remote(step))
 
     def evaluate(self, step: int) -> dict[str, float]:
-        return ray.get(self._manager.evaluate.remote(step))
+        with self._explain_dead_engines():
+            return ray.get(self._manager.evaluate.remote(step))
 
     def sync_weights(self, trainer: TrainGroup, version: int) -> dict[str, float]:
         """Send the trainer's weights to every engine, then check that both compute the same.
@@ -100,11 +108,13 @@ class RolloutGroup:
         Returns the largest difference of log-probabilities over a fixed probe, in nats. Raises
         SyncError when it exceeds `--max-logprob-diff`.
         """
-        trainer.push_weights(self.urls, str(version))
-        expected = trainer.log_probs(self._probe_ids)
+        with self._explain_dead_engines():
+            trainer.push_weights(self.urls, str(version))
+            expected = trainer.log_probs(self._probe_ids)
+            found_by_engine = ray.get(self._manager.probe_engines.remote())
         difference = max(
             abs(found - wanted)
-            for log_probs in ray.get(self._manager.probe_engines.remote())
+            for log_probs in found_by_engine
             for found, wanted in zip(log_probs, expected, strict=True)
         )
         limit = self.args.max_logprob_diff
@@ -115,6 +125,20 @@ class RolloutGroup:
                 "The engine holds other weights, or computes in another precision (--sglang-dtype)"
             )
         return {"train/rollout_logprob_abs_diff": difference}
+
+    @contextmanager
+    def _explain_dead_engines(self) -> Iterator[None]:
+        """Where something fails because an engine is dead, say that instead of what followed from it."""
+        try:
+            yield
+        except ray.exceptions.RayError as error:
+            found = ray.get([engine.trouble.remote() for engine in self._engines])
+            troubles = [f"engine {index}: {trouble}" for index, trouble in enumerate(found) if trouble]
+            if not troubles:
+                raise
+            raise EngineDiedError(
+                f"{'; '.join(troubles)}. Start again; --load with the folder of --save goes on from the last checkpoint"
+            ) from error
 
     def release_memory(self) -> None:
         """Give the devices to the trainer (colocated on GPUs; on a CPU memory is not scarce)."""

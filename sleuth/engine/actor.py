@@ -19,23 +19,12 @@ class EngineActor:
         """Start the server and return its url."""
         return self._server.start()
 
-    def url(self) -> str:
-        return self._server.url
-
-    def health(self) -> bool:
-        return self._server.is_healthy()
-
-    def log_tail(self) -> str:
-        """The end of the server's log, for an error message."""
-        return self._server.log_tail()
+    def trouble(self) -> str | None:
+        """What is wrong with the server, for an error message; None if it answers."""
+        return self._server.trouble()
 
     def stop(self) -> None:
         self._server.stop()
-
-    def restart(self) -> str:
-        """Stop and start: a new url, and the weights of `config.model_path`, not those last synchronised."""
-        self._server.stop()
-        return self._server.start()
 
     def release_memory(self, tags: tuple[str, ...] | None = None) -> None:
         self._server.release_memory(tags)

@@ -38,6 +38,7 @@ PORT_ATTEMPTS = 3
 SERVER_PORTS = range(20_000, 32_000)
 GPU_GRACE_SECONDS = 20.0
 KILL_SECONDS = 10.0
+DYING_SECONDS = 5.0
 LOG_TAIL_LINES = 25
 PORT_TAKEN = ("address already in use", "EADDRINUSE")
 
@@ -143,6 +144,19 @@ class EngineServer:
             return requests.get(f"{self.url}/health", timeout=timeout).status_code == 200
         except requests.RequestException:
             return False
+
+    def trouble(self) -> str | None:
+        """What is wrong with a server that was started: that it ended, and how, or does not answer. None: nothing."""
+        if self.is_healthy():
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._process is not None:
+                self._process.wait(DYING_SECONDS)  # it stops answering before it is gone
+        if self.is_alive():
+            return f"the engine at {self.url} does not answer; its log: {self.log_path}"
+        code = self._process.returncode if self._process else 0
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return f"the engine at {self.url} {how}; its log: {self.log_path}"
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
         """The last lines of the log."""
