@@ -12,9 +12,10 @@ AdamW. A second reference sorts samples by length first, which leaves little pad
 of all are compared before anything is timed.
 
 Tokens are real ones, without padding. Times are medians over trials, in turn, of one process with --threads
-threads. "floor" is the time that the step's matrix products (6 x parameters x tokens for the policy, 2 x for the
-reference's forward pass, logits of trained positions only) take at the speed of a large matrix product here. The
-last line is one JSON object; its ratio is the least over sizes of tokens/s, ours / reference.
+threads; the processor time beside them is what to compare where other work keeps the machine busy. "floor" is the
+time that the step's matrix products (6 x parameters x tokens for the policy, 2 x for the reference's forward pass,
+logits of trained positions only) take at the speed of a large matrix product here. The last line is one JSON object;
+its ratio is the least over sizes of tokens/s, ours / reference.
 """
 
 from __future__ import annotations
@@ -251,11 +252,13 @@ def measure(size: str, options: argparse.Namespace, folder: Path) -> dict[str, A
     for _ in range(2):  # the second step's KL is not zero
         differences = check_equal({name: engine.step(samples) for name, engine in engines.items()})
     seconds: dict[str, list[float]] = {name: [] for name in engines}
+    cpu_seconds = copy.deepcopy(seconds)
     for _ in range(options.trials):
         for name, engine in engines.items():
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             engine.step(samples)
             seconds[name].append(time.perf_counter() - start)
+            cpu_seconds[name].append(time.process_time() - cpu_start)
     tokens = sum(len(sample.token_ids) for sample in samples)
     model = engines["reference"].model
     floor = step_flops(model, samples) / matmul_flops_per_second()
@@ -265,19 +268,47 @@ def measure(size: str, options: argparse.Namespace, folder: Path) -> dict[str, A
         "differences": differences,
         "tokens_per_second": {name: tokens / median(times) for name, times in seconds.items()},
         "seconds": {name: median(times) for name, times in seconds.items()},
+        "cpu_seconds": {name: median(times) for name, times in cpu_seconds.items()},
         "floor_seconds": floor,
     }
 
 
+OPERATORS = {
+    "matrix products": ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm"),
+    "attention": (
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    ),
+    "products, sums": (
+        "aten::mul",
+        "aten::mul_",
+        "aten::add",
+        "aten::add_",
+        "aten::addcmul_",
+        "aten::sub",
+        "aten::sum",
+    ),
+    "exponentials, activations": ("aten::exp", "aten::exp_", "aten::silu", "aten::silu_backward"),
+    "copies": ("aten::cat", "aten::copy_", "aten::index_select", "aten::fill_", "aten::zero_"),
+}
+"""Groups of operators in the profile; the rest is other operators, Python and autograd."""
+
+
 def profile(size: str, options: argparse.Namespace, folder: Path) -> None:
-    """Print which operators our step spends its time in."""
+    """Print what our step spends its time in, by groups of operators and by operator."""
     save_model(folder, size)
     samples = make_samples(options.samples)
     ours = Ours(folder, options)
     ours.step(samples)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
         ours.step(samples)
-    print(f"{size}: one step of {sum(len(s.token_ids) for s in samples)} tokens")
+    operators = {event.key: event for event in found.key_averages()}
+    total = sum(event.self_cpu_time_total for event in operators.values())
+    print(f"{size}: one step of {sum(len(s.token_ids) for s in samples)} tokens, {total / 1e6:.3f} s")
+    for group, names in OPERATORS.items():
+        print(f"  {group:28}{sum(operators[n].self_cpu_time_total for n in names if n in operators) / total:8.1%}")
+    optimizer = sum(event.cpu_time_total for key, event in operators.items() if key.startswith("Optimizer.step"))
+    print(f"  {'(the optimizer, in all)':28}{optimizer / total:8.1%}")
     print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=options.rows))
 
 
@@ -310,24 +341,31 @@ def main() -> None:
 
 def report(size: str, result: dict[str, Any]) -> None:
     print(f"{size}: {result['parameters']:,} parameters, {result['tokens']} tokens a step")
+    print(f"  {'':20}{'tokens/s':>10}{'ours / this':>13}{'seconds':>10}{'of processors':>15}{'ours / this':>13}")
     for name, speed in result["tokens_per_second"].items():
-        ratio = result["tokens_per_second"]["ours"] / speed
-        print(f"  {name:20}{speed:10.0f} tokens/s{result['seconds'][name]:9.3f} s a step   ours / this {ratio:6.3f}")
-    print(f"  {'floor':20}{result['floor_seconds']:29.3f} s")
+        cpu_seconds = result["cpu_seconds"][name]
+        print(
+            f"  {name:20}{speed:10.0f}{result['tokens_per_second']['ours'] / speed:13.3f}"
+            f"{result['seconds'][name]:10.3f}{cpu_seconds:15.3f}{cpu_seconds / result['cpu_seconds']['ours']:13.3f}"
+        )
+    print(f"  {'floor':20}{result['floor_seconds']:33.3f}")
     differences = ", ".join(f"{name} {value:.1e}" for name, value in result["differences"].items())
     print(f"  relative differences between the three: {differences}")
 
 
 def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    def ratio(size: str, reference: str) -> float:
-        speeds = results[size]["tokens_per_second"]
-        return round(speeds["ours"] / speeds[reference], 4)
+    def ratios(quantity: str, reference: str) -> dict[str, float]:
+        """Tokens a second, ours / reference, in time on the clock or of processors."""
+        times = {size: result[quantity] for size, result in results.items()}
+        return {size: round(found[reference] / found["ours"], 4) for size, found in times.items()}
 
     return {
         "name": "train_step: tokens a second, ours / transformers with padding",
-        "ratio": min(ratio(size, "reference") for size in results),
-        "ratios": {size: ratio(size, "reference") for size in results},
-        "ratios_to_sorted": {size: ratio(size, "reference, sorted") for size in results},
+        "ratio": min(ratios("seconds", "reference").values()),
+        "ratios": ratios("seconds", "reference"),
+        "ratios_to_sorted": ratios("seconds", "reference, sorted"),
+        "cpu_ratios": ratios("cpu_seconds", "reference"),
+        "cpu_ratios_to_sorted": ratios("cpu_seconds", "reference, sorted"),
     }
 
 
