@@ -41,8 +41,10 @@ class Trajectory(NamedTuple):
 def make_trajectories(count: int) -> list[Trajectory]:
     rng = random.Random(0)
     rows = pd.read_parquet(DEMO / "train.parquet").to_dict("records")
-    retriever = Bm25Retriever(read_corpus(DEMO / "corpus.jsonl.gz"))
-    observations = [observation(retriever, row["question"]) for row in rows]
+    corpus = read_corpus(DEMO / "corpus.jsonl.gz")
+    retriever = Bm25Retriever.build(corpus)
+    found = retriever.search(retriever.encode([row["question"] for row in rows]), 3)
+    observations = [observation([corpus[hit.index] for hit in hits]) for hits in found]
     made = []
     for _ in range(count):
         at = rng.randrange(len(rows))
@@ -57,8 +59,8 @@ def make_trajectories(count: int) -> list[Trajectory]:
     return made
 
 
-def observation(retriever: Bm25Retriever, query: str) -> str:
-    passages = [to_passage(hit.document) for hit in retriever.search([query], 3)[0]]
+def observation(documents: list[dict[str, Any]]) -> str:
+    passages = map(to_passage, documents)
     lines = [f"Doc {number}(Title: {title}) {text}" for number, (title, text) in enumerate(passages, start=1)]
     return "\n\n<information>" + "\n".join(lines) + "</information>\n\n"
 
