@@ -149,6 +149,11 @@ class RolloutArgs(Group):
         description="Steps between updates of the engines' weights; above 1 they sample from a policy that lags by up "
         "to one step less. Weights also go before an evaluation and at the end.",
     )
+    update_weights_through: Literal["tensor", "disk"] = Field(
+        "tensor",
+        description="How weights reach the engines: tensor sends them in requests; disk writes a Hugging Face folder "
+        "under --run-dir, which the engines load.",
+    )
     max_failure_rate: Fraction = Field(
         0.2, description="The run stops when more than this share of a step's samples failed or were aborted."
     )

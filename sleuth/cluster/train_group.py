@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
+from torch import Tensor
 
 from sleuth.algo.batch import OptimizerStepBatch
 from sleuth.arguments import Args
@@ -23,7 +24,7 @@ class TrainActor:
 
     def __init__(self, args: Args, run_dir: Path, rank: int, world_size: int, gpu_id: int | None) -> None:
         configure_logging(run_dir, f"trainer_{rank}")
-        self.args, self.rank = args, rank
+        self.args, self.run_dir, self.rank = args, run_dir, rank
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(gpu_id or 0))
 
     def rendezvous(self) -> tuple[str, int]:
@@ -55,10 +56,22 @@ class TrainActor:
         from sleuth.weight_sync.tensor import push_weights
 
         weights = self.trainer.hf_weights()
-        if self.rank == 0:
-            push_weights(engine_urls, weights, version, tensor_parallel_size=self.args.rollout_num_gpus_per_engine)
-        else:  # the gathers are collective: every rank takes part to the end
+        if self.rank > 0:  # the gathers are collective: every rank takes part to the end
             deque(weights, maxlen=0)
+        elif self.args.update_weights_through == "disk":
+            self._push_by_disk(engine_urls, weights, version)
+        else:
+            push_weights(engine_urls, weights, version, tensor_parallel_size=self.args.rollout_num_gpus_per_engine)
+
+    def _push_by_disk(self, engine_urls: list[str], weights: Iterator[tuple[str, Tensor]], version: str) -> None:
+        from sleuth.megatron.convert import write_hf_folder
+        from sleuth.weight_sync.disk import load_weights_from_disk
+
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in weights}
+        dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+        folder = self.run_dir / "weights"
+        write_hf_folder(tensors, Path(self.args.hf_checkpoint), folder, dtype)
+        load_weights_from_disk(engine_urls, folder, version)
 
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
         self.trainer.save(step, rollout_state)

@@ -114,19 +114,33 @@ def torch_dist_to_hf(
         model = _build(settings, shape)
         found = load_weights(model, load, iteration)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in WeightMap(model, shape).tensors()}
+    write_hf_folder(tensors, hf_checkpoint, save, settings.dtype, progress)
+    return found
+
+
+def write_hf_folder(
+    tensors: Mapping[str, Tensor],
+    hf_checkpoint: Path,
+    save: Path,
+    dtype: str,
+    progress: Progress = lambda name, total: None,
+) -> None:
+    """Write tensors of `dtype` as a Hugging Face folder, with config and tokenizer of `hf_checkpoint`.
+
+    It is there whole or not at all; what `save` held before goes. OSError if the disk is too small.
+    """
     unfinished = save.with_name(f".unfinished-{save.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
         _check_space(unfinished, sum(tensor.nbytes for tensor in tensors.values()))
-        _copy_model_files(hf_checkpoint, unfinished, settings.dtype)
+        _copy_model_files(hf_checkpoint, unfinished, dtype)
         _write_safetensors(tensors, unfinished, progress)
         if save.exists():
-            save.rmdir()
+            shutil.rmtree(save)
         unfinished.rename(save)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return found
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:

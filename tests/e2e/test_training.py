@@ -32,9 +32,13 @@ def test_a_run_trains_saves_and_resumes(tmp_path, flags):
     assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "2"
     assert processes_of(tmp_path / "run") == []
 
-    code, output = run_training([*flags, "--load", str(tmp_path / "save"), "--num-rollout", "3"])
+    resumed = ["--load", str(tmp_path / "save"), "--num-rollout", "3", "--update-weights-through", "disk"]
+    code, output = run_training([*flags, *resumed])
     assert code == 0, output
-    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [0, 1, 2, 3]
+    lines = metrics_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert lines[3]["train/rollout_logprob_abs_diff"] < 1e-4
+    assert lines[3]["rollout/weight_version/max"] == 2
     cursor = [
         json.loads((tmp_path / f"save/iter_{step:07d}/rollout_state.json").read_text())["stream"]["position"]
         for step in (1, 2, 3)
@@ -56,6 +60,19 @@ def test_a_signal_stops_everything_and_keeps_the_last_checkpoint(tmp_path, flags
     wait_until(lambda: not processes_of(tmp_path / "run"), "an end of all processes", seconds=20)
     step = int(tracker.read_text())
     assert (tmp_path / f"save/iter_{step:07d}/metadata.json").exists()
+
+
+def test_a_killed_engine_ends_the_run_and_is_named(tmp_path, flags):
+    with started_training([*flags, "--num-rollout", "100"]) as process:
+        wait_until((tmp_path / "save/latest_checkpointed_iteration.txt").exists, "the first checkpoint")
+        leader = next(p for p in processes_of(tmp_path / "run") if "sleuth.engine.launch" in p.cmdline())
+        leader.kill()
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "error: EngineDiedError: engine 0: the engine at http://127.0.0.1:" in output
+    assert "was killed by signal 9; its log: " in output
+    assert "--load" in output
+    wait_until(lambda: not processes_of(tmp_path / "run"), "an end of all processes", seconds=20)
 
 
 def test_a_killed_driver_leaves_nothing_running(tmp_path, flags):
