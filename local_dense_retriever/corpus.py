@@ -218,7 +218,7 @@ def _kept_offsets(file: Path, corpus: Path) -> np.ndarray | None:
     """The offsets in `file`, if they are whole and of the corpus as it is now."""
     try:
         offsets = np.load(file, mmap_mode="r")
-    except (OSError, ValueError):
+    except (OSError, ValueError, EOFError):
         return None
     stat = corpus.stat()
     current = (OFFSETS_VERSION, stat.st_size, stat.st_mtime_ns)

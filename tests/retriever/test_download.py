@@ -21,10 +21,11 @@ from local_dense_retriever import download, fetch, sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = b"".join(b'{"id": "%d", "contents": "passage %d"}\n' % (i, i) for i in range(20_000))
+PACKED = gzip.compress(TEXT)
 FILES = {
     "PeterJinGo/wiki-18-e5-index/part_aa": os.urandom(3_000_000),
     "PeterJinGo/wiki-18-e5-index/part_ab": os.urandom(1_000_000),
-    "PeterJinGo/wiki-18-corpus/wiki-18.jsonl.gz": gzip.compress(TEXT),
+    "PeterJinGo/wiki-18-corpus/wiki-18.jsonl.gz": PACKED,
 }
 INDEX = FILES["PeterJinGo/wiki-18-e5-index/part_aa"] + FILES["PeterJinGo/wiki-18-e5-index/part_ab"]
 
@@ -163,7 +164,7 @@ def test_without_ranges_it_starts_again_and_gives_up_in_the_end(
 def test_a_wrong_checksum_removes_the_file(hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hub.stated_hash = "0" * 64
     assert run(hub, tmp_path, "--only", "corpus") == 1
-    assert f"expected SHA-256 {'0' * 64}, found {hashlib.sha256(gzip.compress(TEXT)).hexdigest()}" in caplog.text
+    assert f"expected SHA-256 {'0' * 64}, found {hashlib.sha256(PACKED).hexdigest()}" in caplog.text
     assert names(tmp_path) == set()
 
 
@@ -185,7 +186,7 @@ def test_a_missing_file_is_told_at_once(hub: Hub, tmp_path: Path, caplog: pytest
 
 
 def test_a_broken_archive_is_told(hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    hub.files["PeterJinGo/wiki-18-corpus/wiki-18.jsonl.gz"] = gzip.compress(TEXT)[:-2000]
+    hub.files["PeterJinGo/wiki-18-corpus/wiki-18.jsonl.gz"] = PACKED[:-2000]
     assert run(hub, tmp_path, "--only", "corpus") == 1
     assert "cannot be unpacked" in caplog.text
     assert not (tmp_path / "wiki-18.jsonl").exists()
