@@ -182,8 +182,8 @@ class Ours:
         from sleuth.megatron.convert import hf_to_torch_dist
         from sleuth.megatron.trainer import Trainer
 
-        hf_to_torch_dist(folder, folder / "ref")
         parallel_state.destroy_model_parallel()  # of the size before
+        hf_to_torch_dist(folder, folder / "ref")
 
         words = f"""
             --hf-checkpoint {folder} --ref-load {folder}/ref --prompt-data unused.jsonl --custom-rm-path a.b
