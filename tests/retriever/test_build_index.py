@@ -93,6 +93,7 @@ def test_an_index_is_built_and_found_by_the_server_side(
     )
     found = retriever.search(retriever.encode(contents(5)), 1)
     assert [hits[0].index for hits in found] == [0, 1, 2, 3, 4]
+    caplog.set_level("INFO")
     assert run(corpus_path, tmp_path, "--index_type", "flat", "hnsw") == 0
     assert "has these indices of this corpus and encoder already" in caplog.text
 

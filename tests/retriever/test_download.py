@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import os
@@ -92,7 +93,8 @@ class Handler(BaseHTTPRequestHandler):
         for at in range(start, end, 50_000):
             if self.server.bytes_per_s:
                 time.sleep(50_000 / self.server.bytes_per_s)
-            self.wfile.write(content[at : min(end, at + 50_000)])
+            with contextlib.suppress(ConnectionError):  # the client may have been killed
+                self.wfile.write(content[at : min(end, at + 50_000)])
         self.close_connection = True
 
     def _answer(self, status: int, headers: dict[str, str] | None = None) -> None:

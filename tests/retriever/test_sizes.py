@@ -17,7 +17,7 @@ WIKI = (21_015_324, 768)
 @pytest.mark.parametrize("kind", ["flat", "flat_fp16", "ivf_pq", "hnsw"])
 def test_index_sizes_are_those_of_faiss(kind: str, tmp_path: Path) -> None:
     vectors = np.random.default_rng(0).standard_normal((3000, 64), dtype=np.float32)
-    factory = {"flat": "Flat", "flat_fp16": "SQfp16", "ivf_pq": "IVF4,PQ16", "hnsw": "HNSW32"}[kind]
+    factory = {"flat": "Flat", "flat_fp16": "SQfp16", "ivf_pq": "IVF4,PQ16np", "hnsw": "HNSW32"}[kind]
     index = faiss.index_factory(64, factory, faiss.METRIC_INNER_PRODUCT)
     index.train(vectors)
     index.add(vectors)
