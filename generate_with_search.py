@@ -44,7 +44,7 @@ SEARCH_R1_CONFIGS: dict[str, Any] = {
     "search_backend": "local",  # local, google, or your own: "module.function" of async def search(query, topk)
     "search_concurrency": 256,
     "search_timeout": 60.0,  # seconds an attempt
-    "search_retries": 3,
+    "search_retries": 9,  # waits of 36 to 72 s in all: a server that is started again is back by then
     "search_cache_size": 0,  # results kept; 0: none
     "max_search_failure_rate": 0.5,  # of the last searches; above it the step stops
     "local": {"search_url": "http://127.0.0.1:8000/retrieve", "proxy": None},

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from generate_with_search import SEARCH_R1_CONFIGS
 from local_search_server import local_search
 from sleuth.search import SearchError, http, shared_session, to_passage
 from tests.scripted import serving
@@ -20,6 +21,7 @@ from tests.scripted import serving
 CASES = [json.loads(line) for line in (Path(__file__).parent / "cases/retrieve_responses.jsonl").open()]
 GOOD = {"result": [[{"document": {"contents": '"France"\nParis.'}, "score": 0.9}]]}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+EXPONENTIAL = http._exponential
 
 
 @pytest.fixture(autouse=True)
@@ -160,3 +162,30 @@ def test_one_session_a_loop_closed_with_it() -> None:
     session = asyncio.run(run())
     assert session.closed
     assert asyncio.run(run()) is not session
+
+
+@pytest.mark.parametrize("down_seconds", [30.0, 1000.0])
+def test_the_default_retries_outlast_a_restart_and_then_fail(
+    monkeypatch: pytest.MonkeyPatch, down_seconds: float
+) -> None:
+    """The time is what the client means to wait; it does not pass."""
+    waited: list[float] = []
+    attempts: list[float] = []
+    monkeypatch.setattr(http, "_exponential", EXPONENTIAL)
+    monkeypatch.setattr(http.random, "uniform", lambda low, high: low)  # the shortest waits
+    meant = http._wait_seconds
+    monkeypatch.setattr(http, "_wait_seconds", lambda state: waited.append(meant(state)) or 0.0)
+
+    async def handler(_: web.Request) -> web.Response:
+        attempts.append(sum(waited))
+        if attempts[-1] < down_seconds:
+            return web.Response(status=502, text="starting")
+        return web.json_response(GOOD)
+
+    retries = SEARCH_R1_CONFIGS["search_retries"]
+    if down_seconds == 30.0:
+        assert search(handler, retries=retries)
+    else:
+        with pytest.raises(SearchError, match="starting"):
+            search(handler, retries=retries)
+        assert len(attempts) == retries + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import logging
+import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import lru_cache
@@ -95,7 +96,8 @@ def _seconds(retry_after: str | None) -> float | None:
 async def with_search_retries(attempt: Callable[[], Awaitable[T]], retries: int) -> T:
     """What the attempt returns; its last SearchError after `retries` further attempts.
 
-    Waits grow exponentially with jitter, or as long as the server asked, at most MAX_WAIT_SECONDS each.
+    Waits grow exponentially, each at least half of what it is at most, or are as long as the server asked; none exceeds
+    MAX_WAIT_SECONDS.
     """
     return await with_retries(
         attempt,
@@ -106,13 +108,15 @@ async def with_search_retries(attempt: Callable[[], Awaitable[T]], retries: int)
     )
 
 
-_exponential = tenacity.wait_random_exponential(multiplier=FIRST_WAIT_SECONDS, max=MAX_WAIT_SECONDS)
+_exponential = tenacity.wait_exponential(multiplier=FIRST_WAIT_SECONDS, max=MAX_WAIT_SECONDS)
 
 
 def _wait_seconds(state: tenacity.RetryCallState) -> float:
     error = failure(state)
     asked = error.retry_after if isinstance(error, SearchError) else None
-    return _exponential(state) if asked is None else min(asked, MAX_WAIT_SECONDS)
+    if asked is not None:
+        return min(asked, MAX_WAIT_SECONDS)
+    return _exponential(state) * random.uniform(0.5, 1.0)  # not all at once, and never almost none
 
 
 def search_session() -> aiohttp.ClientSession:
