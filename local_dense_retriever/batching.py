@@ -1,8 +1,9 @@
-"""Dynamic micro-batching: what many clients ask at the same time is encoded and searched together, by one thread.
+"""Dynamic micro-batching: what many clients ask at the same time is encoded and searched together.
 
-The thread takes what has queued up whenever it is free, so batches grow with the load and a single client never
-waits for others (unless `max_wait_seconds` says so). The same query asked by several is searched once. A client that
-goes away takes its queries out of the queue. A search that fails fails its batch, nothing else.
+A thread takes what has queued up whenever it is free, so batches grow with the load and a single client never waits
+for others (unless `max_wait_seconds` says so). There are as many threads as the retriever encodes batches at once;
+only one of them searches at a time, as FAISS's indices on GPUs need it. The same query asked by several is searched
+once. A client that goes away takes its queries out of the queue. A search that fails fails its batch, nothing else.
 
 This module knows nothing of HTTP.
 """
@@ -45,7 +46,7 @@ class BatchingConfig(NamedTuple):
 
     max_batch_size: int = 64
     max_wait_seconds: float = 0.0
-    """How long the oldest query may wait for its batch to fill while the thread is idle."""
+    """How long the oldest query may wait for its batch to fill while a thread is idle."""
     max_queue: int = 4096
     """Distinct queries that may wait."""
     cache_size: int = 10_000
@@ -56,8 +57,8 @@ class BatchingConfig(NamedTuple):
 class Batcher:
     """Searches for many clients of one event loop.
 
-    `fetch(index)` gives a passage of the corpus as JSON; it, `retriever.encode` and `retriever.search` are called
-    in one thread.
+    `fetch(index)` gives a passage of the corpus as JSON; it and `retriever.search` are called by one thread at a time,
+    `retriever.encode` by up to `retriever.batches_at_once`.
     """
 
     def __init__(
@@ -69,20 +70,25 @@ class Batcher:
         self._changed = threading.Condition()  # guards both
         self._closing = False
         self._cache: LRUCache[str, _Known] = LRUCache(config.cache_size, getsizeof=self._cache_share)
-        self._thread = threading.Thread(target=self._work, name="search", daemon=True)
+        self._searching = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._work, name="search", daemon=True) for _ in range(retriever.batches_at_once)
+        ]
         metrics.watch_queue(lambda: len(self._queued))
 
     def start(self) -> None:
-        """Start the thread that searches; to be called in the event loop whose requests it answers."""
+        """Start the threads that search; to be called in the event loop whose requests they answer."""
         self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     async def close(self) -> None:
-        """Search what was accepted, then end the thread."""
+        """Search what was accepted, then end the threads."""
         with self._changed:
             self._closing = True
-            self._changed.notify()
-        await asyncio.to_thread(self._thread.join)
+            self._changed.notify_all()
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
 
     async def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """The best passages for each query, at most `topk`.
@@ -190,7 +196,7 @@ class Batcher:
     def _cache_share(self, known: _Known) -> int:
         return max(1, math.ceil(len(known.hits) / self._config.cached_topk))
 
-    # --- in the thread ---
+    # --- in the threads ---
 
     def _work(self) -> None:
         while batch := self._take():
@@ -231,13 +237,14 @@ class Batcher:
         metrics.batch_size.observe(len(batch))
         with metrics.encode_seconds.time():
             encoded = self._retriever.encode([query.text for query in batch])
-        with metrics.search_seconds.time():
-            ranked = self._retriever.search(encoded, max(query.topk for query in batch))
-        with metrics.fetch_seconds.time():
-            return [
-                [Hit(self._fetch(index), score) for index, score in found[: query.topk]]
-                for query, found in zip(batch, ranked, strict=True)
-            ]
+        with self._searching:
+            with metrics.search_seconds.time():
+                ranked = self._retriever.search(encoded, max(query.topk for query in batch))
+            with metrics.fetch_seconds.time():
+                return [
+                    [Hit(self._fetch(index), score) for index, score in found[: query.topk]]
+                    for query, found in zip(batch, ranked, strict=True)
+                ]
 
 
 class _Request:

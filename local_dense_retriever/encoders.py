@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -20,13 +21,15 @@ logger = logging.getLogger(__name__)
 MIN_BATCH = 8
 """Fewer texts than this are not worth a second thread."""
 
+CPU_BATCH_TEXTS = 16
+"""Of a forward on a CPU: enough for its operations to be efficient, few enough for threads to end together."""
 
 CPU_BATCH_TOKENS = 2048
 """Of a forward on a CPU: with more, what one operation writes has left the cache when the next one reads it."""
 
 
 class Encoder:
-    """An encoder on one device. Not for several threads at once."""
+    """An encoder on one device. Queries may be encoded by several threads at once, which share its own threads."""
 
     def __init__(
         self,
@@ -78,9 +81,11 @@ class Encoder:
         def forward(rows: np.ndarray) -> None:
             embeddings[rows] = tower.forward([ids[row] for row in rows]).cpu().numpy()
 
-        tokens = CPU_BATCH_TOKENS if self.device.type == "cpu" else None
-        share = max(MIN_BATCH, math.ceil(len(texts) / self._threads))
-        batches = _by_length(ids, min(self.batch_size, share), tokens)
+        if self.device.type == "cpu":
+            share = max(MIN_BATCH, math.ceil(len(texts) / self._threads))
+            batches = _by_length(ids, min(self.batch_size, share, CPU_BATCH_TEXTS), CPU_BATCH_TOKENS)
+        else:
+            batches = _by_length(ids, self.batch_size, None)
         list(self._pool.map(forward, batches))
         return embeddings
 
@@ -118,13 +123,15 @@ class _Tower:
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         self._limit = min(config.max_length, self._tokenizer.model_max_length)
         self._pad = self._tokenizer.pad_token_id or 0
+        self._tokenizing = threading.Lock()  # tokenizers refuse several threads where one changes their settings
         self.dimension = self.forward(self.tokenize(["x"])).shape[1]
 
     def tokenize(self, texts: list[str], pairs: list[str] | None = None) -> list[list[int]]:
         if not texts:
             return []
         options = {"truncation": True, "max_length": self._limit, "return_attention_mask": False}
-        return self._tokenizer(texts, pairs, **options)["input_ids"]
+        with self._tokenizing:
+            return self._tokenizer(texts, pairs, **options)["input_ids"]
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[Sequence[int]]) -> torch.Tensor:

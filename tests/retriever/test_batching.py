@@ -56,6 +56,27 @@ def test_one_list_a_query_in_their_order(queries: list[str]) -> None:
     assert answer == [[] if query == "nothing" else found(query, 2) for query in queries]
 
 
+def test_batches_are_encoded_side_by_side_and_searched_one_at_a_time() -> None:
+    retriever = ScriptedRetriever(batches_at_once=2)
+    retriever.gate.clear()
+
+    async def use(batcher: Batcher) -> None:
+        first = await queued(batcher.search(["a"], 1))
+        await started(retriever)
+        second = await queued(batcher.search(["bb"], 1))
+        while len(retriever.batches) < 2:  # the first is in its search
+            await asyncio.sleep(0.001)
+        assert not await asyncio.to_thread(retriever.entered.acquire, timeout=0.05)
+        third = await queued(batcher.search(["ccc"], 1), batcher.search(["dddd"], 1))
+        retriever.gate.set()
+        assert await asyncio.gather(*first, *second, *third) == [
+            [found(query, 1)] for query in ("a", "bb", "ccc", "dddd")
+        ]
+
+    run(use, retriever)
+    assert retriever.batches == [["a"], ["bb"], ["ccc", "dddd"]]
+
+
 def test_what_queues_up_while_a_search_runs_is_searched_together() -> None:
     retriever, metrics = ScriptedRetriever(), Metrics()
     retriever.gate.clear()
