@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
@@ -36,6 +36,9 @@ Level = Literal["token", "sequence", "geometric"]
 
 MAX_EXPONENT = 20.0
 """Log weights are bounded to [-20, 20] nats before `exp`: a weight lies between 2e-9 and 4.9e8 before its bounds."""
+
+BLOCK_TOKENS = 65536
+"""Response tokens that are corrected at a time, whole samples; it changes nothing but the speed."""
 
 METRICS: dict[str, tuple[str, str]] = {
     "mis/train_log_ppl": (
@@ -223,67 +226,99 @@ def compute_mis_weights(
     infinite at trainable tokens with `mis_nonfinite: stop`, or in every sample.
     """
     config = MisConfig.of(args)
-    tokens = _Tokens.pack(train_log_probs, rollout_log_probs, loss_masks)
-    decision = _decide(config, tokens)
-    maxima = _reduce(_maxima(tokens, decision), "max", reduce)
-    totals = _reduce(_totals(tokens, decision, maxima["sample_log_ratio"]), "sum", reduce)
+    lengths = [len(mask) for mask in loss_masks]
+    for name, values in (("train_log_probs", train_log_probs), ("rollout_log_probs", rollout_log_probs)):
+        if [len(value) for value in values] != lengths:
+            raise ValueError(f"expected {name} as long as loss_masks, {lengths}, found {[len(v) for v in values]}")
+    parts = [
+        _correct(config, train_log_probs[block], rollout_log_probs[block], loss_masks[block])
+        for block in _blocks(lengths)
+    ]
+    samples = torch.cat([part.samples for part in parts], dim=1)
+    maxima = _reduce(_maxima(parts, samples), "max", reduce)
+    totals = _reduce(_totals(parts, samples, maxima["sample_log_ratio"]), "sum", reduce)
     _check_finite(config, totals)
     norm = totals["weights"] / totals["units"] if config.tis_batch_normalize and totals["weights"] else 1.0
-    weights, mask = torch.zeros(tokens.size, device=tokens.index.device), _row(loss_masks)
-    weights[tokens.index] = (tokens.spread(decision.weights, decision.level) * decision.kept / norm).float()
-    kept = torch.zeros_like(mask)
-    kept[tokens.index] = decision.kept.to(mask.dtype)
-    lengths = [len(part) for part in loss_masks]
-    return list(weights.split(lengths)), list((mask * kept).split(lengths)), _metrics(config, totals, maxima, norm)
+    rows = [part.weights if norm == 1.0 else part.weights / norm for part in parts]
+    weights = [w for row, part in zip(rows, parts, strict=True) for w in row.split([len(mask) for mask in part.masks])]
+    return weights, [mask for part in parts for mask in part.masks], _metrics(config, totals, maxima, norm)
+
+
+def _blocks(lengths: Sequence[int]) -> Iterator[slice]:
+    """The samples, some at a time: a CPU is quickest where what it computes with stays in its cache."""
+    start = size = 0
+    for number, length in enumerate(lengths):
+        if size and size + length > BLOCK_TOKENS:
+            yield slice(start, number)
+            start, size = number, 0
+        size += length
+    yield slice(start, len(lengths))  # one at least, also of no samples
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What became of a block of n samples: the weights [T] of all their response tokens, in one row, and their masks.
+
+    samples: [4, n], see below. sums: over trainable tokens and over the units of the level, by name.
+    smallest, largest: weight of a unit that keeps a token; infinities where none does.
+    """
+
+    weights: Tensor
+    masks: list[Tensor]
+    samples: Tensor
+    sums: dict[str, float]
+    smallest: float
+    largest: float
+
+
+_COUNT, _KEPT, _TRAIN, _ROLLOUT = range(4)
+"""Rows of `_Part.samples`: trainable tokens, those kept of them, and both sums of log-probabilities over the former."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The trainable tokens [N] of a rank's n samples, one after the other, in float64. Masked ones are not among them.
+    """The trainable tokens [N] of a block's n samples, one after the other, in float64. Masked ones are not among them.
 
-    index: [N] place in the row of all `size` response tokens. sample: [N] which sample a token belongs to.
-    counts: [n] tokens of each. train, rollout: [n] sums of log-probabilities in each. log_ratio: [N] trainer's minus
-    engine's. nonfinite: tokens and samples that were left out for a NaN or infinite log-probability.
+    index: [N] place in the row of all `size` response tokens. counts: [n] tokens of each sample. train, rollout: [n]
+    sums of log-probabilities. log_ratio: [N] trainer's minus engine's; bounded: the same, bounded; excess: the ratio
+    minus 1. nonfinite: tokens and samples that were left out for a NaN or infinite log-probability.
     """
 
     index: Tensor
     size: int
-    sample: Tensor
     counts: Tensor
     train: Tensor
     rollout: Tensor
     log_ratio: Tensor
+    bounded: Tensor
+    excess: Tensor
     nonfinite: tuple[int, int]
 
     @classmethod
     def pack(cls, train: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor]) -> Self:
-        lengths = [len(mask) for mask in masks]
-        for name, values in (("train_log_probs", train), ("rollout_log_probs", rollout)):
-            if [len(value) for value in values] != lengths:
-                raise ValueError(
-                    f"expected {name} as long as loss_masks, {lengths}, found {[len(value) for value in values]}"
-                )
         index = (_row(masks) != 0).nonzero().squeeze(1)
-        ends = torch.tensor([0, *lengths], device=index.device).cumsum(0)
+        ends = torch.tensor([0, *(len(mask) for mask in masks)], device=index.device).cumsum(0)
         rows = [_row(values).index_select(0, index).double() for values in (train, rollout)]
         tokens = cls._of(index, ends, rows[0], rows[1], (0, 0))
         if bool((tokens.train + tokens.rollout).isfinite().all()):  # else look which tokens it is
             return tokens
         bad = ~(rows[0].isfinite() & rows[1].isfinite())
-        bad_samples = tokens.per_sample(bad) > 0
-        good = ~bad_samples[tokens.sample]
+        bad_samples = tokens.per_sample(bad.double()) > 0
+        good = ~tokens.spread(bad_samples, "sequence")
         return cls._of(index[good], ends, rows[0][good], rows[1][good], (int(bad.sum()), int(bad_samples.sum())))
 
     @classmethod
     def _of(cls, index: Tensor, ends: Tensor, train: Tensor, rollout: Tensor, nonfinite: tuple[int, int]) -> Self:
         counts = torch.searchsorted(index, ends).diff()
-        sample = torch.repeat_interleave(counts)
         train_sums, rollout_sums = (_per_sample(row, counts) for row in (train, rollout))
-        return cls(index, int(ends[-1]), sample, counts, train_sums, rollout_sums, train - rollout, nonfinite)
+        ratio = train - rollout
+        bounded = _bounded(ratio)
+        excess = torch.expm1(bounded)
+        return cls(index, int(ends[-1]), counts, train_sums, rollout_sums, ratio, bounded, excess, nonfinite)
 
     def per_sample(self, values: Tensor) -> Tensor:
         """Sums of values [N] over each sample: [n]."""
-        return _per_sample(values.double(), self.counts)
+        return _per_sample(values, self.counts)
 
     def units(self, level: Level) -> Tensor:
         """Log-ratios of what a level weighs: of tokens [N], or of samples [n], 0 where there is no token."""
@@ -292,110 +327,147 @@ class _Tokens:
         total = self.train - self.rollout
         return total if level == "sequence" else total / self.counts.clamp(min=1)
 
-    def present(self, level: Level) -> Tensor:
-        """Which units of a level have a token: bool [N] or [n]."""
-        return torch.ones_like(self.index, dtype=torch.bool) if level == "token" else self.counts > 0
-
     def spread(self, units: Tensor, level: Level) -> Tensor:
         """Each token's [N] value of its unit."""
-        return units if level == "token" else units.index_select(0, self.sample)
+        return units if level == "token" else units.repeat_interleave(self.counts)
 
-    def count(self, units: Tensor, level: Level) -> Tensor:
+    def count(self, units: Tensor, level: Level) -> int:
         """Tokens of the units that are True."""
-        return units.sum() if level == "token" else self.counts[units].sum()
+        return int(units.sum() if level == "token" else self.counts[units].sum())
+
+    def to_row(self, values: Tensor) -> Tensor:
+        """Values [N] -> those of all response tokens, 0 at masked ones."""
+        return values.new_zeros(self.size).scatter_(0, self.index, values)
+
+    def new_masks(self, kept: Tensor | None, masks: Sequence[Tensor]) -> list[Tensor]:
+        """The masks without the tokens that are not kept (None: all are)."""
+        row = self.to_row(torch.ones_like(self.index, dtype=torch.bool) if kept is None else kept)
+        return [mask * part for mask, part in zip(masks, row.split([len(mask) for mask in masks]), strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Decision:
-    """What becomes of the tokens: which are `kept` [N], with which `weights` (of the level's units, 0 where no token is
-    kept, before normalisation). `counted`: units that keep a token. `sums`: what was counted on the way."""
+def _correct(config: MisConfig, train: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor]) -> _Part:
+    tokens, level = _Tokens.pack(train, rollout, masks), config.tis_level
+    sums, kept = _mismatch(tokens), None
+    if config.use_rs:
+        kept, more = _reject(config, tokens)
+        sums |= more
+    weights = torch.ones_like(tokens.units(level))
+    if config.use_tis:
+        weights, within, more = _bound(config, tokens)
+        sums |= more
+        if within is not None:
+            within = tokens.spread(within, level)
+            kept = within if kept is None else kept & within
+    numbers = None if kept is None else kept.double()
+    sample_kept = tokens.counts.double() if numbers is None else tokens.per_sample(numbers)
+    if level != "token":
+        weights = weights * (sample_kept > 0)  # finite, so this selects
+    elif numbers is not None:
+        weights = weights * numbers
+    units = float(sample_kept.sum() if level == "token" else (sample_kept > 0).sum())
+    sums |= {"units": units, "weights": float(weights.sum()), "square_weights": float(torch.dot(weights, weights))}
+    per_token = tokens.spread(weights, level)
+    if level != "token" and numbers is not None:
+        per_token = per_token * numbers
+    some = weights if units == len(weights) else weights[weights > 0]
+    return _Part(
+        tokens.to_row(per_token).float(),
+        list(masks) if kept is None and not tokens.nonfinite[0] else tokens.new_masks(kept, masks),
+        torch.stack([tokens.counts.double(), sample_kept, tokens.train, tokens.rollout]),
+        sums,
+        smallest=float(some.min()) if len(some) else math.inf,
+        largest=float(some.max()) if len(some) else -math.inf,
+    )
 
-    level: Level
-    kept: Tensor
-    weights: Tensor
-    counted: Tensor
-    sums: dict[str, Tensor]
+
+def _mismatch(tokens: _Tokens) -> dict[str, float]:
+    """What is summed over tokens, whatever becomes of them."""
+    bounded, excess = tokens.bounded, tokens.excess
+    return {
+        "kl": -float(tokens.log_ratio.sum()),
+        "k3": float((excess - bounded).sum()),
+        "square_ratios": float(torch.dot(excess, excess) + 2.0 * excess.sum()) + len(excess),
+        "nonfinite_tokens": float(tokens.nonfinite[0]),
+        "nonfinite_samples": float(tokens.nonfinite[1]),
+    }
 
 
-def _decide(config: MisConfig, tokens: _Tokens) -> _Decision:
-    kept, sums = _reject(config, tokens) if config.use_rs else (tokens.present("token"), {})
-    if not config.use_tis:
-        return _Decision("token", kept, kept.double(), kept, sums)
-    level, (lower, upper) = config.tis_level, config.tis_bounds
-    log_weights, present = tokens.units(level), tokens.present(level)
-    low, high = log_weights < _log(lower), log_weights > _log(upper)
-    weights = _exp(log_weights)
-    sums |= {"before": _total(weights, present), "present": present.sum()}
-    if config.tis_mode == "mask":
-        present = present & ~(low | high)
-        kept = kept & tokens.spread(present, level)
+def _bound(config: MisConfig, tokens: _Tokens) -> tuple[Tensor, Tensor | None, dict[str, float]]:
+    """The units' weights within the bounds, which units mode mask leaves (None: all), and counts."""
+    level, mode, (lower, upper) = config.tis_level, config.tis_mode, config.tis_bounds
+    log_weights = tokens.units(level)
+    weights = tokens.excess + 1.0 if level == "token" else _bounded(log_weights).exp()
+    outside = {"high": log_weights > _log(upper)}
+    if mode != "truncate":
+        outside["low"] = log_weights < _log(lower)
+    # Samples without a token have a log-ratio of 0, so a weight of exactly 1, which is always within bounds.
+    absent = 0 if level == "token" else int((tokens.counts == 0).sum())
+    sums = {"before": float(weights.sum()) - absent, "present": float(len(weights) - absent)}
+    within = None
+    if mode == "mask":
+        within = ~(outside["low"] | outside["high"])
+        after, bounded = float(torch.dot(weights, within.double())), int(within.sum())
     else:
-        weights = weights.clamp(lower if config.tis_mode == "clip" else 0.0, upper)
-    sums |= {"after": _total(weights, present), "bounded": present.sum()}
-    if config.tis_mode == "truncate":
-        sums["tis_truncate_fraction"] = tokens.count(high, level)
-    else:
-        for side, out in (("low", low), ("high", high)):
-            sums[f"tis_{config.tis_mode}_fraction_{side}"] = tokens.count(out, level)
-    counted = kept if level == "token" else tokens.per_sample(kept) > 0
-    return _Decision(level, kept, weights * counted, counted, sums)
+        weights = weights.clamp(lower if mode == "clip" else 0.0, upper)
+        after, bounded = float(weights.sum()), len(weights)
+    sums |= {"after": after - absent, "bounded": float(bounded - absent)}
+    for side, units in outside.items():
+        name = "tis_truncate_fraction" if mode == "truncate" else f"tis_{mode}_fraction_{side}"
+        sums[name] = tokens.count(units, level)
+    return weights, within, sums
 
 
-def _reject(config: MisConfig, tokens: _Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+def _reject(config: MisConfig, tokens: _Tokens) -> tuple[Tensor, dict[str, float]]:
     """Rejection by `rs_*`: which tokens [N] are kept, and counts."""
     level, (lower, upper) = config.rs_level, config.rs_bounds
     units = tokens.units(level)
     low, high = units < _log(lower), units > _log(upper)
-    sums = {"rs_mask_fraction_low": tokens.count(low, level), "rs_mask_fraction_high": tokens.count(high, level)}
+    sums: dict[str, float] = {
+        "rs_mask_fraction_low": tokens.count(low, level),
+        "rs_mask_fraction_high": tokens.count(high, level),
+    }
     kept = tokens.spread(~(low | high), level)
     if config.rs_veto_threshold is not None:
         catastrophic = tokens.log_ratio < math.log(config.rs_veto_threshold)
-        vetoed = tokens.per_sample(catastrophic) > 0
-        sums |= {"veto_token_fraction": catastrophic.sum(), "veto_sample_fraction": vetoed.sum()}
+        vetoed = tokens.per_sample(catastrophic.double()) > 0
+        sums |= {"veto_token_fraction": int(catastrophic.sum()), "veto_sample_fraction": int(vetoed.sum())}
         kept = kept & ~tokens.spread(vetoed, "sequence")
     return kept, sums
 
 
-def _maxima(tokens: _Tokens, decision: _Decision) -> dict[str, Tensor]:
+def _maxima(parts: Sequence[_Part], samples: Tensor) -> dict[str, float]:
     """What is largest on this rank; minus infinity where there is nothing."""
-    nothing, present = torch.tensor(-math.inf, dtype=torch.float64), tokens.counts > 0
-    result = dict.fromkeys(("sample_log_ratio", "log_ppl_diff", "weight", "minus_weight"), nothing)
-    if bool(present.any()):
-        result["sample_log_ratio"] = tokens.units("sequence")[present].max()
-        result["log_ppl_diff"] = tokens.units("geometric").abs().max()
-    if bool(decision.counted.any()):
-        result["weight"] = decision.weights.max()
-        result["minus_weight"] = (-decision.weights).where(decision.counted, -math.inf).max()
-    return result
-
-
-def _totals(tokens: _Tokens, decision: _Decision, largest: float) -> dict[str, Tensor]:
-    """Sums over this rank's tokens and samples; `largest` is that log-ratio of a sample over all ranks."""
-    present = tokens.counts > 0
-    counts, log_ratio = tokens.counts[present], tokens.log_ratio.clamp(-MAX_EXPONENT, MAX_EXPONENT)
-    train, rollout = -tokens.train[present] / counts, -tokens.rollout[present] / counts
-    excess = torch.expm1(log_ratio)
-    return decision.sums | {
-        "tokens": counts.sum(),
-        "samples": present.sum(),
-        "kept_tokens": decision.kept.sum(),
-        "kept_samples": (tokens.per_sample(decision.kept) > 0).sum(),
-        "nonfinite_tokens": torch.tensor(tokens.nonfinite[0]),
-        "nonfinite_samples": torch.tensor(tokens.nonfinite[1]),
-        "train_log_ppl": train.sum(),
-        "rollout_log_ppl": rollout.sum(),
-        "train_ppl": _exp(train).sum(),
-        "rollout_ppl": _exp(rollout).sum(),
-        "log_ppl_diff": (train - rollout).sum(),
-        "log_ppl_abs_diff": (train - rollout).abs().sum(),
-        "kl": -tokens.log_ratio.sum(),
-        "k3": (excess - log_ratio).sum(),
-        "square_ratios": (excess + 1.0).square().sum(),
-        "square_sample_ratios": (2.0 * (tokens.units("sequence")[present] - largest)).exp().sum(),
-        "weights": decision.weights.sum(),
-        "square_weights": decision.weights.square().sum(),
-        "units": decision.counted.sum(),
+    present = samples[:, samples[_COUNT] > 0]
+    log_ratio = present[_TRAIN] - present[_ROLLOUT]
+    some = log_ratio.numel() > 0
+    return {
+        "sample_log_ratio": float(log_ratio.max()) if some else -math.inf,
+        "log_ppl_diff": float((log_ratio / present[_COUNT]).abs().max()) if some else -math.inf,
+        "weight": max(part.largest for part in parts),
+        "minus_weight": max(-part.smallest for part in parts),
     }
+
+
+def _totals(parts: Sequence[_Part], samples: Tensor, largest: float) -> dict[str, float]:
+    """Sums over this rank's tokens and samples; `largest` is that log-ratio of a sample over all ranks."""
+    counts, kept, train, rollout = samples[:, samples[_COUNT] > 0]
+    train_log_ppl, rollout_log_ppl = -train / counts, -rollout / counts
+    difference = train_log_ppl - rollout_log_ppl
+    rows = {
+        "tokens": counts,
+        "samples": torch.ones_like(counts),
+        "kept_tokens": kept,
+        "kept_samples": kept > 0,
+        "train_log_ppl": train_log_ppl,
+        "rollout_log_ppl": rollout_log_ppl,
+        "train_ppl": _bounded(train_log_ppl).exp(),
+        "rollout_ppl": _bounded(rollout_log_ppl).exp(),
+        "log_ppl_diff": difference,
+        "log_ppl_abs_diff": difference.abs(),
+        "square_sample_ratios": (2.0 * (train - rollout - largest)).exp(),
+    }
+    sums = {name: sum(part.sums[name] for part in parts) for name in parts[0].sums}
+    return sums | {name: float(row.sum()) for name, row in rows.items()}
 
 
 def _metrics(
@@ -462,8 +534,8 @@ def _per_sample(values: Tensor, counts: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True)
 
 
-def _exp(log_weights: Tensor) -> Tensor:
-    return log_weights.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
+def _bounded(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_EXPONENT, MAX_EXPONENT)
 
 
 def _log(bound: float) -> float:
@@ -474,15 +546,11 @@ def _log_mean(total: float, count: float) -> float:
     return math.log(total / count) if total > 0 else 0.0
 
 
-def _total(values: Tensor, where: Tensor) -> Tensor:
-    """The sum of finite values where a mask says so."""
-    return torch.dot(values, where.double())
-
-
-def _reduce(values: Mapping[str, Tensor], op: Literal["sum", "max"], reduce: Reduce | None) -> dict[str, float]:
-    row = torch.stack([value.double() for value in values.values()])
-    row = row if reduce is None else reduce(row, op=op)
-    return dict(zip(values, row.tolist(), strict=True))
+def _reduce(values: Mapping[str, float], op: Literal["sum", "max"], reduce: Reduce | None) -> dict[str, float]:
+    if reduce is None:
+        return dict(values)
+    row = torch.tensor(list(values.values()), dtype=torch.float64)
+    return dict(zip(values, reduce(row, op=op).tolist(), strict=True))
 
 
 def _dump(folder: Path, train: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor]) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+REJECTED_BELOW = -4.8
+
 
 def truncate(
     args: Any,
@@ -43,3 +45,19 @@ def reject_and_normalise(
     ratio, mask = torch.cat(ratios), torch.cat(masks)
     total, count = kwargs["reduce"](torch.stack([(ratio * mask).sum(), mask.sum()]))
     return pg_loss * ratio * count / total, masks, {"step_mean": float(total / count)}
+
+
+def reject(
+    args: Any,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: list[Tensor],
+    rollout_log_probs: list[Tensor],
+    loss_masks: list[Tensor],
+    total_lengths: list[int],
+    response_lengths: list[int],
+    **kwargs: Any,
+) -> tuple[Tensor, list[Tensor], dict[str, Any]]:
+    """No weights; no token that the engine found less likely than REJECTED_BELOW nats."""
+    masks = [mask * (rollout >= REJECTED_BELOW) for mask, rollout in zip(loss_masks, rollout_log_probs, strict=True)]
+    return pg_loss, masks, {}
