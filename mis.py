@@ -9,7 +9,7 @@ within bounds, or rejects what is too far off, and measures the mismatch:
 
     --use-tis --custom-config-path mis.yaml --custom-tis-function-path mis.compute_mis_weights_with_cp
 
-`mis.yaml` holds the settings, docs/mismatch.md says which to choose and lists the metrics. `compute_mis_weights` needs
+`mis.yaml` holds the settings, docs/mismatch.md says which to choose, docs/metrics.md lists the metrics. `compute_mis_weights` needs
 nothing but tensors. The trainer's log-probabilities are those of the policy before the step's updates, at the rollout
 temperature. All statistics are over the optimizer step: whatever is summed here is completed by `reduce`, so that
 nothing depends on micro-batches or ranks. Source of the weights: Yao et al. 2025, "Your efficient RL framework
@@ -39,50 +39,6 @@ MAX_EXPONENT = 20.0
 
 BLOCK_TOKENS = 65536
 """Response tokens that are corrected at a time, whole samples; it changes nothing but the speed."""
-
-METRICS: dict[str, tuple[str, str]] = {
-    "mis/train_log_ppl": (
-        "nats",
-        "minus the mean log-probability of a sample's tokens in the trainer; mean of samples",
-    ),
-    "mis/rollout_log_ppl": ("nats", "the same in the engine"),
-    "mis/train_ppl": ("", "the trainer's perplexity: exp of the first, mean of samples"),
-    "mis/rollout_ppl": ("", "the engine's perplexity"),
-    "mis/log_ppl_diff": ("nats", "trainer's minus engine's log-perplexity, mean of samples"),
-    "mis/log_ppl_abs_diff": ("nats", "its absolute value, mean of samples"),
-    "mis/log_ppl_diff_max": ("nats", "the largest absolute value of a sample"),
-    "mis/kl": ("nats", "KL(engine || trainer), estimated by the mean of engine's minus trainer's log-probability"),
-    "mis/k3": ("nats", "the same by k3 (ratio - 1 - log ratio), which is never negative"),
-    "mis/log_chi2_token": ("nats", "log(1 + chi-square divergence) of tokens: log of the mean squared ratio"),
-    "mis/log_chi2_sequence": ("nats", "the same of whole samples, whose ratio is the product over tokens"),
-    "mis/chi2_token": ("", "that divergence itself, with the logarithm bounded to 20"),
-    "mis/chi2_sequence": ("", "that divergence itself, with the logarithm bounded to 20"),
-    "mis/tis_weight_before_bound": ("", "mean weight as it comes"),
-    "mis/tis_weight_after_bound": ("", "mean weight within the bounds (mode mask: of what is within)"),
-    "mis/tis_weight_mean": ("", "mean weight that the loss sees: of what is kept, after normalisation"),
-    "mis/tis_weight_min": ("", "smallest of those weights"),
-    "mis/tis_weight_max": ("", "largest of those weights"),
-    "mis/tis_batch_norm": ("", "what `tis_batch_normalize` divided the weights by"),
-    "mis/effective_sample_size": (
-        "share",
-        "(sum of weights)^2 / (their number x sum of squares); 1: all weights equal",
-    ),
-    "mis/tis_truncate_fraction": ("share", "tokens whose weight was above the upper bound (mode truncate)"),
-    "mis/tis_clip_fraction_low": ("share", "tokens whose weight was below the lower bound (mode clip)"),
-    "mis/tis_clip_fraction_high": ("share", "tokens whose weight was above the upper bound (mode clip)"),
-    "mis/tis_mask_fraction_low": ("share", "tokens rejected for a weight below the lower bound (mode mask)"),
-    "mis/tis_mask_fraction_high": ("share", "tokens rejected for a weight above the upper bound (mode mask)"),
-    "mis/rs_mask_fraction_low": ("share", "tokens rejected by `use_rs` for a ratio below its lower bound"),
-    "mis/rs_mask_fraction_high": ("share", "tokens rejected by `use_rs` for a ratio above its upper bound"),
-    "mis/veto_token_fraction": ("share", "tokens whose ratio is below `rs_veto_threshold`"),
-    "mis/veto_sample_fraction": ("share", "samples with such a token: all of it is rejected"),
-    "mis/rejected_token_fraction": ("share", "tokens rejected for whatever reason"),
-    "mis/rejected_sample_fraction": ("share", "samples of which no token is left"),
-    "mis/nonfinite_tokens": ("tokens", "trainable tokens with a NaN or infinite log-probability on either side"),
-    "mis/nonfinite_samples": ("samples", "samples with such a token, all of it rejected and left out of the above"),
-}
-"""Every metric of the hook: its unit ("" for a plain number) and what it says. "Mean weight" is over tokens at level
-token, over samples otherwise; fractions are of trainable tokens. In one optimizer step, over all ranks."""
 
 
 class Reduce(Protocol):

@@ -21,7 +21,6 @@ from rich.console import Console
 if not __package__:  # run as a script: make the project importable
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mis import METRICS as MISMATCH
 from sleuth.arguments import Args
 from sleuth.arguments.checks import flag
 from sleuth.arguments.parser import NOT_FLAGS, groups_of
@@ -45,8 +44,6 @@ def metrics_page() -> str:
     for title, metrics in CATALOG.items():
         rows = [(f"`{metric.name}`", metric.unit or "-", metric.meaning) for metric in metrics]
         parts += [f"## {title}", _table(("metric", "unit", "meaning"), rows)]
-    rows = [(f"`{name}`", unit or "-", meaning) for name, (unit, meaning) in MISMATCH.items()]
-    parts += ["## Mismatch of engine and trainer (the hook `mis.py`)", _table(("metric", "unit", "meaning"), rows)]
     reasons = [(f"`{reason}`", text) for reason, text in member_docstrings(StopReason).items()]
     parts += ["## Why a trajectory ends", _table(("`rollout/stop/<reason>`", "meaning"), reasons)]
     return "\n\n".join(parts) + "\n"

@@ -133,6 +133,56 @@ TRAINING = (
     Metric("train/<name>", "", "any other number of the custom TIS hook whose name has no `/`"),
 )
 
+MISMATCH = (
+    Metric(
+        "mis/train_log_ppl",
+        "nats",
+        "minus the mean log-probability of a sample's tokens in the trainer; mean of samples",
+    ),
+    Metric("mis/rollout_log_ppl", "nats", "the same in the engine"),
+    Metric("mis/train_ppl", "", "the trainer's perplexity: exp of the first, mean of samples"),
+    Metric("mis/rollout_ppl", "", "the engine's perplexity"),
+    Metric("mis/log_ppl_diff", "nats", "trainer's minus engine's log-perplexity, mean of samples"),
+    Metric("mis/log_ppl_abs_diff", "nats", "its absolute value, mean of samples"),
+    Metric("mis/log_ppl_diff_max", "nats", "the largest absolute value of a sample"),
+    Metric(
+        "mis/kl", "nats", "KL(engine || trainer), estimated by the mean of engine's minus trainer's log-probability"
+    ),
+    Metric("mis/k3", "nats", "the same by k3 (ratio - 1 - log ratio), which is never negative"),
+    Metric("mis/log_chi2_token", "nats", "log(1 + chi-square divergence) of tokens: log of the mean squared ratio"),
+    Metric("mis/log_chi2_sequence", "nats", "the same of whole samples, whose ratio is the product over tokens"),
+    Metric("mis/chi2_token", "", "that divergence itself, with the logarithm bounded to 20"),
+    Metric("mis/chi2_sequence", "", "that divergence itself, with the logarithm bounded to 20"),
+    Metric("mis/tis_weight_before_bound", "", "mean weight as it comes"),
+    Metric("mis/tis_weight_after_bound", "", "mean weight within the bounds (mode mask: of what is within)"),
+    Metric("mis/tis_weight_mean", "", "mean weight that the loss sees: of what is kept, after normalisation"),
+    Metric("mis/tis_weight_min", "", "smallest of those weights"),
+    Metric("mis/tis_weight_max", "", "largest of those weights"),
+    Metric("mis/tis_batch_norm", "", "what `tis_batch_normalize` divided the weights by"),
+    Metric(
+        "mis/effective_sample_size",
+        "share",
+        "(sum of weights)^2 / (their number x sum of squares); 1 where all are equal",
+    ),
+    Metric("mis/tis_truncate_fraction", "share", "tokens whose weight was above the upper bound (mode truncate)"),
+    Metric("mis/tis_clip_fraction_low", "share", "tokens whose weight was below the lower bound (mode clip)"),
+    Metric("mis/tis_clip_fraction_high", "share", "tokens whose weight was above the upper bound (mode clip)"),
+    Metric("mis/tis_mask_fraction_low", "share", "tokens rejected for a weight below the lower bound (mode mask)"),
+    Metric("mis/tis_mask_fraction_high", "share", "tokens rejected for a weight above the upper bound (mode mask)"),
+    Metric("mis/rs_mask_fraction_low", "share", "tokens rejected by `use_rs` for a ratio below its lower bound"),
+    Metric("mis/rs_mask_fraction_high", "share", "tokens rejected by `use_rs` for a ratio above its upper bound"),
+    Metric("mis/veto_token_fraction", "share", "tokens whose ratio is below `rs_veto_threshold`"),
+    Metric("mis/veto_sample_fraction", "share", "samples with such a token: all of it is rejected"),
+    Metric("mis/rejected_token_fraction", "share", "tokens rejected for whatever reason"),
+    Metric("mis/rejected_sample_fraction", "share", "samples of which no token is left"),
+    Metric("mis/nonfinite_tokens", "tokens", "trainable tokens with a NaN or infinite log-probability on either side"),
+    Metric(
+        "mis/nonfinite_samples", "samples", "samples with such a token, all of it rejected and left out of the above"
+    ),
+)
+"""Of the hook `mis.py`, in one optimizer step over all ranks. A mean weight is over tokens at level token and over
+samples otherwise; fractions are of trainable tokens."""
+
 TIME = (
     Metric(
         "time/<part>",
@@ -150,6 +200,7 @@ CATALOG: dict[str, tuple[Metric, ...]] = {
     "Search": SEARCH,
     "Evaluation": EVALUATION,
     "Training": TRAINING,
+    "Mismatch of engine and trainer (the hook mis.py)": MISMATCH,
     "Time and throughput": TIME,
 }
 

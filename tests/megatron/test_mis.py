@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mis import METRICS
+from sleuth.metrics.catalog import MISMATCH
 from tests.megatron.harness import (
     Task,
     hf_statistics,
@@ -25,6 +25,7 @@ from tests.megatron.tis_hooks import REJECTED_BELOW
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900)]  # one fixture runs all cases
 
+METRICS = {metric.name for metric in MISMATCH}
 COUNT = 8
 MIS = "mis.compute_mis_weights_with_cp"
 REJECT = "tests.megatron.tis_hooks.reject"
@@ -150,7 +151,7 @@ def test_every_metric_is_described(results: dict[str, Any]) -> None:
     for name in SETTINGS:
         logged = {key for key in results[name][0]["metrics"] if key.startswith("mis/")}
         assert logged
-        assert logged <= set(METRICS)
+        assert logged <= METRICS
 
 
 def test_train_log_probs_are_those_before_the_updates_at_the_rollout_temperature(results: dict[str, Any]) -> None:
