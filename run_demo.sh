@@ -15,6 +15,8 @@ usage() {
   --seed N        seed of data order, sampling and training [$SEED]
   --questions N   held-out questions of each evaluation [$QUESTIONS]
   --run-dir DIR   where results go [runs/demo/<start time>]
+  --retriever_name NAME   bm25, or a dense encoder: minilm comes with the set-up; e5, bge and dpr are downloaded.
+                  Its index is built once, in about three minutes [$RETRIEVER]
   -- FLAGS        further flags for train.py
 END
 }
@@ -45,17 +47,18 @@ main() {
     STEPS=40
     SEED=1
     QUESTIONS=200
-    RETRIEVER=(--retriever_name bm25)
+    RETRIEVER=bm25
     RUN_DIR="runs/demo/$(date -u +%Y%m%d-%H%M%S)"
 
     while [[ $# -gt 0 ]]; do
         case "$1" in
-        --steps | --seed | --questions | --run-dir)
+        --steps | --seed | --questions | --run-dir | --retriever_name)
             [[ $# -ge 2 ]] || { echo "$1 needs a value" >&2; exit 2; }
             case "$1" in
             --steps) STEPS="$2" ;;
             --seed) SEED="$2" ;;
             --questions) QUESTIONS="$2" ;;
+            --retriever_name) RETRIEVER="$2" ;;
             --run-dir) [[ "$2" == /* ]] && RUN_DIR="$2" || RUN_DIR="$CALLED_IN/$2" ;;
             esac
             shift 2
@@ -87,8 +90,17 @@ main() {
     trap 'exit 130' INT
     trap 'exit 143' TERM
 
-    echo "== retrieval server (BM25 over the shipped corpus)"
-    $PYTHON local_dense_retriever/retrieval_server.py --corpus_path data/demo/corpus.jsonl.gz "${RETRIEVER[@]}" \
+    CORPUS=data/demo/corpus.jsonl.gz
+    INDEX=()
+    if [[ "$RETRIEVER" != bm25 ]]; then
+        echo "== index of the shipped corpus for $RETRIEVER"
+        run $PYTHON local_dense_retriever/build_index.py --corpus_path $CORPUS --retriever_name "$RETRIEVER" \
+            --save_dir "runs/demo_index/$RETRIEVER"
+        INDEX=(--index_path "runs/demo_index/$RETRIEVER/flat.index")
+    fi
+
+    echo "== retrieval server ($RETRIEVER over the shipped corpus)"
+    $PYTHON local_dense_retriever/retrieval_server.py --corpus_path $CORPUS --retriever_name "$RETRIEVER" "${INDEX[@]}" \
         --port 0 --url_file "$RUN_DIR/retriever.url" >"$RUN_DIR/retriever.log" 2>&1 &
     retriever_pid=$!
 
