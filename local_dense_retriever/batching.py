@@ -1,9 +1,10 @@
-"""Dynamic micro-batching: what many clients ask at the same time is encoded and searched together.
+"""Dynamic micro-batching: what many clients ask at the same time is encoded and searched together, by one thread.
 
-A thread takes what has queued up whenever it is free, so batches grow with the load and a single client never waits
-for others (unless `max_wait_seconds` says so). There are as many threads as the retriever encodes batches at once;
-only one of them searches at a time, as FAISS's indices on GPUs need it. The same query asked by several is searched
-once. A client that goes away takes its queries out of the queue. A search that fails fails its batch, nothing else.
+The thread takes what has queued up whenever it is free, so batches grow with the load and a single client never waits
+for others (unless `max_wait_seconds` says so). Under load it waits for those whom it has just answered, most of whom
+ask again at once: otherwise the clients would fall into two groups that take turns, and batches be half as large. The
+same query asked by several is searched once. A client that goes away takes its queries out of the queue. A search that
+fails fails its batch, nothing else.
 
 This module knows nothing of HTTP.
 """
@@ -24,6 +25,9 @@ from local_dense_retriever.metrics import Metrics
 from local_dense_retriever.retrievers import Retriever
 
 logger = logging.getLogger(__name__)
+
+RETURN_SHARE = 1 / 6
+"""Of the time that a batch took: how long its clients are waited for, at most, to ask again."""
 
 
 class Hit(NamedTuple):
@@ -46,7 +50,7 @@ class BatchingConfig(NamedTuple):
 
     max_batch_size: int = 64
     max_wait_seconds: float = 0.0
-    """How long the oldest query may wait for its batch to fill while a thread is idle."""
+    """How long the oldest query may wait for its batch to fill while the thread is idle."""
     max_queue: int = 4096
     """Distinct queries that may wait."""
     cache_size: int = 10_000
@@ -57,8 +61,8 @@ class BatchingConfig(NamedTuple):
 class Batcher:
     """Searches for many clients of one event loop.
 
-    `fetch(index)` gives a passage of the corpus as JSON; it and `retriever.search` are called by one thread at a time,
-    `retriever.encode` by up to `retriever.batches_at_once`.
+    `fetch(index)` gives a passage of the corpus as JSON; it, `retriever.encode` and `retriever.search` are called
+    in one thread.
     """
 
     def __init__(
@@ -70,25 +74,20 @@ class Batcher:
         self._changed = threading.Condition()  # guards both
         self._closing = False
         self._cache: LRUCache[str, _Known] = LRUCache(config.cache_size, getsizeof=self._cache_share)
-        self._searching = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._work, name="search", daemon=True) for _ in range(retriever.batches_at_once)
-        ]
+        self._thread = threading.Thread(target=self._work, name="search", daemon=True)
         metrics.watch_queue(lambda: len(self._queued))
 
     def start(self) -> None:
-        """Start the threads that search; to be called in the event loop whose requests they answer."""
+        """Start the thread that searches; to be called in the event loop whose requests it answers."""
         self._loop = asyncio.get_running_loop()
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
 
     async def close(self) -> None:
-        """Search what was accepted, then end the threads."""
+        """Search what was accepted, then end the thread."""
         with self._changed:
             self._closing = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            await asyncio.to_thread(thread.join)
+            self._changed.notify()
+        await asyncio.to_thread(self._thread.join)
 
     async def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """The best passages for each query, at most `topk`.
@@ -196,10 +195,11 @@ class Batcher:
     def _cache_share(self, known: _Known) -> int:
         return max(1, math.ceil(len(known.hits) / self._config.cached_topk))
 
-    # --- in the threads ---
+    # --- in the thread ---
 
     def _work(self) -> None:
         while batch := self._take():
+            start = time.perf_counter()
             try:
                 found = self._search(batch)
             except Exception as error:
@@ -208,6 +208,14 @@ class Batcher:
                 self._loop.call_soon_threadsafe(self._fail, batch, error)
             else:
                 self._loop.call_soon_threadsafe(self._deliver, batch, found)
+            self._wait_for_answered(len(batch), RETURN_SHARE * (time.perf_counter() - start))
+
+    def _wait_for_answered(self, answered: int, seconds: float) -> None:
+        """Let about as many queries come as were just answered, or fill a batch, for at most that long."""
+        with self._changed:
+            returning = answered - answered // 8  # not the last ones, or all would wait for a few
+            enough = min(len(self._queued) + returning, self._config.max_batch_size)
+            self._changed.wait_for(lambda: self._closing or len(self._queued) >= enough, seconds)
 
     def _take(self) -> list[_Query]:
         """The next batch, as soon as there is one; empty once the batcher is closed and nothing is left."""
@@ -237,14 +245,13 @@ class Batcher:
         metrics.batch_size.observe(len(batch))
         with metrics.encode_seconds.time():
             encoded = self._retriever.encode([query.text for query in batch])
-        with self._searching:
-            with metrics.search_seconds.time():
-                ranked = self._retriever.search(encoded, max(query.topk for query in batch))
-            with metrics.fetch_seconds.time():
-                return [
-                    [Hit(self._fetch(index), score) for index, score in found[: query.topk]]
-                    for query, found in zip(batch, ranked, strict=True)
-                ]
+        with metrics.search_seconds.time():
+            ranked = self._retriever.search(encoded, max(query.topk for query in batch))
+        with metrics.fetch_seconds.time():
+            return [
+                [Hit(self._fetch(index), score) for index, score in found[: query.topk]]
+                for query, found in zip(batch, ranked, strict=True)
+            ]
 
 
 class _Request:

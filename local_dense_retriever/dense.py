@@ -39,9 +39,6 @@ GPU_KINDS = ("flat", "ivf_pq")
 class DenseRetriever:
     """Finds the passages whose embeddings have the greatest inner product with the query's."""
 
-    batches_at_once = 2
-    """While the last texts of one batch are encoded, the encoder's other threads begin the next."""
-
     def __init__(self, encoder: Encoder, index: Any) -> None:
         """`index`: a FAISS index of the encoder's dimension. Raises ValueError if it is of another."""
         if index.d != encoder.dimension:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -29,7 +28,7 @@ CPU_BATCH_TOKENS = 2048
 
 
 class Encoder:
-    """An encoder on one device. Queries may be encoded by several threads at once, which share its own threads."""
+    """An encoder on one device. Not for several threads at once."""
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class Encoder:
             embeddings[rows] = tower.forward([ids[row] for row in rows]).cpu().numpy()
 
         if self.device.type == "cpu":
-            share = max(MIN_BATCH, math.ceil(len(texts) / self._threads))
+            share = max(MIN_BATCH, math.ceil(len(texts) / self._threads / 2))  # two each, as some take longer
             batches = _by_length(ids, min(self.batch_size, share, CPU_BATCH_TEXTS), CPU_BATCH_TOKENS)
         else:
             batches = _by_length(ids, self.batch_size, None)
@@ -123,15 +122,13 @@ class _Tower:
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         self._limit = min(config.max_length, self._tokenizer.model_max_length)
         self._pad = self._tokenizer.pad_token_id or 0
-        self._tokenizing = threading.Lock()  # tokenizers refuse several threads where one changes their settings
         self.dimension = self.forward(self.tokenize(["x"])).shape[1]
 
     def tokenize(self, texts: list[str], pairs: list[str] | None = None) -> list[list[int]]:
         if not texts:
             return []
         options = {"truncation": True, "max_length": self._limit, "return_attention_mask": False}
-        with self._tokenizing:
-            return self._tokenizer(texts, pairs, **options)["input_ids"]
+        return self._tokenizer(texts, pairs, **options)["input_ids"]
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -148,6 +149,7 @@ def _load_bm25(index_path: str | None, corpus: Corpus, corpus_path: str) -> Retr
 
 
 def _load_dense(args: argparse.Namespace, corpus: Corpus) -> Retriever:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # FAISS's threads would spin on beside the encoder's
     from local_dense_retriever.dense import load_dense  # torch and FAISS take seconds, which BM25 need not wait
 
     config = config_from_flags(argparse.Namespace(**{**vars(args), "retriever_name": _encoder_name(args)}))

@@ -28,10 +28,7 @@ class Ranked(NamedTuple):
 
 
 class Retriever(Protocol):
-    """What a server needs of a retriever."""
-
-    batches_at_once: int
-    """How many threads call `encode` at the same time; `search` is called by one at a time."""
+    """What a server needs of a retriever; called from one thread at a time."""
 
     def encode(self, queries: Sequence[str]) -> Any:
         """What `search` takes: embeddings [n, d] in float32, or the words of each query for BM25."""
@@ -44,8 +41,6 @@ class Retriever(Protocol):
 
 class Bm25Retriever:
     """BM25 (Lucene's variant, by bm25s) over English word stems where PyStemmer is installed."""
-
-    batches_at_once = 1
 
     def __init__(self, index: bm25s.BM25) -> None:
         self._index = index
@@ -123,8 +118,6 @@ def _english_stemmer() -> Any:
 class LuceneRetriever:
     """An index that pyserini made of the corpus, searched by pyserini, which needs Java."""
 
-    batches_at_once = 1
-
     def __init__(self, folder: Path | str, corpus: Corpus, threads: int = 4) -> None:
         """ValueError if pyserini is not installed, or the index is not as large as the corpus."""
         try:
@@ -172,7 +165,6 @@ class HybridRetriever:
 
     def __init__(self, retrievers: Sequence[Retriever]) -> None:
         self._retrievers = retrievers
-        self.batches_at_once = max(retriever.batches_at_once for retriever in retrievers)
 
     def encode(self, queries: Sequence[str]) -> list[Any]:
         return [retriever.encode(queries) for retriever in self._retrievers]

@@ -23,8 +23,7 @@ class ScriptedRetriever:
     query that holds "boom", and finds nothing for "nothing".
     """
 
-    def __init__(self, batches_at_once: int = 1) -> None:
-        self.batches_at_once = batches_at_once
+    def __init__(self) -> None:
         self.batches: list[list[str]] = []
         self.gate = threading.Event()
         self.gate.set()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from local_dense_retriever import batching
 from local_dense_retriever.batching import Batcher, BatchingConfig, Hit, QueueFullError, SearchFailedError
 from local_dense_retriever.metrics import Metrics
 from local_dense_retriever.retrievers import Bm25Retriever, Retriever
@@ -56,25 +57,27 @@ def test_one_list_a_query_in_their_order(queries: list[str]) -> None:
     assert answer == [[] if query == "nothing" else found(query, 2) for query in queries]
 
 
-def test_batches_are_encoded_side_by_side_and_searched_one_at_a_time() -> None:
-    retriever = ScriptedRetriever(batches_at_once=2)
+@pytest.mark.parametrize(("share", "batches"), [(1e6, [["a"], ["bb", "ccc"]]), (0.0, [["a"], ["bb"], ["ccc"]])])
+def test_those_just_answered_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, share: float, batches: list[list[str]]
+) -> None:
+    monkeypatch.setattr(batching, "RETURN_SHARE", share)
+    retriever = ScriptedRetriever()
     retriever.gate.clear()
 
     async def use(batcher: Batcher) -> None:
         first = await queued(batcher.search(["a"], 1))
         await started(retriever)
-        second = await queued(batcher.search(["bb"], 1))
-        while len(retriever.batches) < 2:  # the first is in its search
-            await asyncio.sleep(0.001)
-        assert not await asyncio.to_thread(retriever.entered.acquire, timeout=0.05)
-        third = await queued(batcher.search(["ccc"], 1), batcher.search(["dddd"], 1))
+        other = await queued(batcher.search(["bb"], 1))
         retriever.gate.set()
-        assert await asyncio.gather(*first, *second, *third) == [
-            [found(query, 1)] for query in ("a", "bb", "ccc", "dddd")
-        ]
+        await asyncio.gather(*first)
+        if not share:
+            await asyncio.gather(*other)
+        assert await batcher.search(["ccc"], 1) == [found("ccc", 1)]
+        assert await asyncio.gather(*other) == [[found("bb", 1)]]
 
     run(use, retriever)
-    assert retriever.batches == [["a"], ["bb"], ["ccc", "dddd"]]
+    assert retriever.batches == batches
 
 
 def test_what_queues_up_while_a_search_runs_is_searched_together() -> None:

@@ -97,8 +97,6 @@ def test_a_lucene_index_answers_the_numbers_of_passages(
 class Fixed:
     """Gives the same ranking to every query."""
 
-    batches_at_once = 1
-
     def __init__(self, *ranking: int) -> None:
         self.ranking = ranking
 
