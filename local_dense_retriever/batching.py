@@ -12,6 +12,7 @@ This module knows nothing of HTTP.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import threading
@@ -205,16 +206,17 @@ class Batcher:
             except Exception as error:
                 logger.exception("the search of %d queries failed", len(batch))
                 self._metrics.failures.inc()
-                self._loop.call_soon_threadsafe(self._fail, batch, error)
+                answer: Callable[[], None] = functools.partial(self._fail, batch, error)
             else:
-                self._loop.call_soon_threadsafe(self._deliver, batch, found)
-            self._wait_for_answered(len(batch), RETURN_SHARE * (time.perf_counter() - start))
+                answer = functools.partial(self._deliver, batch, found)
+            returning = len(batch) - len(batch) // 8  # not the last ones, or all would wait for a few
+            enough = min(len(self._queued) + returning, self._config.max_batch_size)  # before the first one returns
+            self._loop.call_soon_threadsafe(answer)
+            self._wait_for_queries(enough, RETURN_SHARE * (time.perf_counter() - start))
 
-    def _wait_for_answered(self, answered: int, seconds: float) -> None:
-        """Let about as many queries come as were just answered, or fill a batch, for at most that long."""
+    def _wait_for_queries(self, enough: int, seconds: float) -> None:
+        """Let those who are just being answered ask again, for at most that long."""
         with self._changed:
-            returning = answered - answered // 8  # not the last ones, or all would wait for a few
-            enough = min(len(self._queued) + returning, self._config.max_batch_size)
             self._changed.wait_for(lambda: self._closing or len(self._queued) >= enough, seconds)
 
     def _take(self) -> list[_Query]:
