@@ -198,7 +198,7 @@ def main() -> None:
 
     contents = read_contents(3000)
     tokenizer = train_tokenizer(contents)
-    searches = options.trials * (options.trajectories + options.concurrency)
+    searches = 3 * options.trials * (options.trajectories + options.concurrency)  # three sides take them in turn
     turns = [f"{THINK}\n<search>where is it {number}</search>" for number in range(searches)]
     answer = f"{THINK}\n<answer>Paris</answer>"
     found = list(itertools.islice(different_hits(contents), 1 + searches // options.group))

@@ -95,8 +95,9 @@ class TokenTrace:
         if len(ids) != len(log_probs):
             raise ValueError(f"expected one log-probability a token, found {len(log_probs)} for {len(ids)} tokens")
         if log_probs and not (math.isfinite(sum(log_probs)) and max(log_probs) <= MAX_LOG_PROB):
-            wrong = next(i for i, value in enumerate(log_probs) if not -math.inf < value <= MAX_LOG_PROB)
-            raise ValueError(f"expected log-probabilities <= 0, found {log_probs[wrong]} at token {wrong} of a turn")
+            for position, value in enumerate(log_probs):
+                if not -math.inf < value <= MAX_LOG_PROB:
+                    raise ValueError(f"expected log-probabilities <= 0, found {value} at token {position} of a turn")
         self._append("model", ids, 1, log_probs)
 
     def append_observation(self, ids: Sequence[int], source: Source = "observation") -> None:

@@ -143,11 +143,11 @@ class RolloutGroup:
     def release_memory(self) -> None:
         """Give the devices to the trainer (colocated on GPUs; on a CPU memory is not scarce)."""
         if self.args.colocate and self._on_gpu:
-            ray.get([engine.release_memory.remote() for engine in self._engines])
+            ray.get([engine.release_memory.remote(lent_memory(self.args)) for engine in self._engines])
 
     def resume_memory(self) -> None:
         if self.args.colocate and self._on_gpu:
-            ray.get([engine.resume_memory.remote() for engine in self._engines])
+            ray.get([engine.resume_memory.remote(lent_memory(self.args)) for engine in self._engines])
 
     def state_dict(self) -> dict[str, Any]:
         return ray.get(self._manager.state_dict.remote())
@@ -160,6 +160,11 @@ class RolloutGroup:
             ray.get([engine.stop.remote() for engine in self._engines], timeout=timeout)
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("an engine did not stop by itself: %s", error)
+
+
+def lent_memory(args: Args) -> tuple[str, ...] | None:
+    """What engines give to the trainer; None: all. Weights that are given are lost, so only before every sync."""
+    return None if args.update_weights_interval == 1 else ("kv_cache", "cuda_graph")
 
 
 def engine_config(args: Args, run_dir: Path, index: int, device: Device) -> EngineConfig:

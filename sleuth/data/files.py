@@ -9,6 +9,7 @@ import gzip
 import json
 import logging
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +118,7 @@ def _read_jsonl(path: Path, wanted: slice, limit: int | None) -> tuple[list[str]
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     rows.append(_parse_line(line, path, number))
-    except (UnicodeDecodeError, EOFError, OSError) as error:  # not UTF-8, cut short, not gzip
+    except (UnicodeDecodeError, EOFError, OSError, zlib.error) as error:  # not UTF-8, cut short, not gzip, damaged
         raise ValueError(
             f"expected JSONL in UTF-8, found what cannot be read in {path} ({error}); write or download it again"
         ) from error

@@ -63,7 +63,8 @@ def trajectory_record(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dic
         "rollout_metrics": {name: finite(value) for name, value in sample.rollout_metrics.items()},
         "weight_version": sample.weight_version,
         "label": _plain(sample.label),
-        "answer": _plain(sample.metadata.get("answer")),
+        # Without that component the metadata's "answer" would be one of the data set.
+        "answer": _plain(sample.metadata.get("answer")) if "answered" in sample.reward_components else None,
         "invalid_reason": _plain(sample.metadata.get("invalid_reason")),
         "prompt": _decode(sample.trace.prompt_ids, tokenizer),
         "segments": [_segment_record(sample, segment, tokenizer) for segment in sample.trace.segments],
@@ -152,7 +153,7 @@ def reward_explanation(record: dict[str, Any]) -> str:
 def findings(record: dict[str, Any]) -> list[tuple[str, str]]:
     """What was expected, what was answered, and what was wrong with the format or the run, as far as it is known."""
     found = [("Expected", expected(record))]
-    if record.get("answer") is not None or "answered" in record["reward_components"]:
+    if "answered" in record["reward_components"]:
         found.append(("Answered", "nothing" if record.get("answer") is None else str(record["answer"])))
     if record.get("invalid_reason"):
         found.append(("Invalid format", str(record["invalid_reason"])))

@@ -235,8 +235,9 @@ def _parse_log_probs(entries: list[list[Any]], url: str, what: str) -> tuple[lis
     """Entries are [log-probability, id, text]."""
     ids, log_probs = [entry[1] for entry in entries], [entry[0] for entry in entries]
     if None in log_probs or not math.isfinite(sum(log_probs)):  # one pass where all is well
-        wrong = next(i for i, value in enumerate(log_probs) if value is None or not math.isfinite(value))
-        raise EngineError(f"{url}: {what} token {wrong} of {len(entries)} has log-probability {log_probs[wrong]}")
+        for position, value in enumerate(log_probs):
+            if value is None or not math.isfinite(value):
+                raise EngineError(f"{url}: {what} token {position} of {len(entries)} has log-probability {value}")
     return ids, log_probs
 
 

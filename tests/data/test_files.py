@@ -61,6 +61,14 @@ def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
         read_records(str(tmp_path / "a.jsonl.gz"))
 
 
+def test_a_packed_file_that_is_damaged(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(b'{"prompt": "x"}\n' * 500))
+    packed[30] ^= 0xFF
+    (tmp_path / "a.jsonl.gz").write_bytes(packed)
+    with pytest.raises(ValueError, match=r"cannot be read in .*download it again"):
+        read_records(str(tmp_path / "a.jsonl.gz"))
+
+
 @pytest.mark.parametrize("text", ["@[5:9]", "@[3:2]"])
 def test_an_empty_slice_is_an_error(path: Path, text: str) -> None:
     with pytest.raises(ValueError, match=r"has no rows \(the file has 5\)"):

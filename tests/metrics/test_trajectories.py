@@ -91,6 +91,14 @@ def test_markdown_says_what_was_answered_and_why_the_format_is_invalid(tokenizer
     assert "Invalid format" not in text
 
 
+def test_an_answer_in_the_data_set_is_not_taken_for_the_models(tokenizer):
+    sample = make_sample(components={"valid_format": 1.0})
+    sample.metadata["answer"] = "the accepted one"
+    record = trajectory_record(sample, tokenizer)
+    assert record["answer"] is None
+    assert "Answered" not in trajectory_markdown(record)
+
+
 def test_markdown_of_a_failed_sample_and_of_text_with_fences(tokenizer):
     sample = make_sample(reward=None, status=SampleStatus.FAILED, reason=StopReason.SEARCH_FAILED)
     sample.error = "connection refused"
