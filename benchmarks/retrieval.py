@@ -3,7 +3,7 @@
     python -m benchmarks.retrieval [--retrievers bm25 dense] [--clients 1 16 64 256] [--seconds 4] [--index_dir FOLDER]
 
 Clients are connections of one separate process; each asks one query, waits for the answer, asks the next. All queries
-differ and nothing is cached. Beside the project's server, in the same run and with the same clients: a reference
+differ (they only begin again for the floor) and nothing is cached. Beside the project's server, in the same run and with the same clients: a reference
 written as such servers usually are, FastAPI with a synchronous endpoint, so that every request is encoded and searched
 by itself in a thread of its pool; and the floor, this project's web framework giving back an answer made before. For
 dense retrieval also what the encoder reaches by itself on the same queries, in batches of the server's size.
@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,7 +115,7 @@ class Client(asyncio.Protocol):
 async def ask_for(address: tuple[str, int], queries: Sequence[str], clients: int, seconds: float) -> Load:
     """The load of that many clients over the last four fifths of `seconds`."""
     answered: list[tuple[float, float]] = []
-    bodies = (orjson.dumps({"queries": [query], "topk": TOPK, "return_scores": True}) for query in queries)
+    bodies = (orjson.dumps({"queries": [query], "topk": TOPK, "return_scores": True}) for query in cycle(queries))
     loop = asyncio.get_running_loop()
     opened = [(await loop.create_connection(lambda: Client(bodies, answered), *address))[1] for _ in range(clients)]
     start = time.perf_counter()
