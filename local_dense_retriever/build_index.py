@@ -108,17 +108,22 @@ def print_table(reports: Sequence[Recall], passages: int) -> None:
     Console(width=None if sys.stdout.isatty() else 110).print(table)
 
 
-def up_to_date(folder: Path, index_types: Sequence[str], corpus: Corpus, config: EncoderConfig) -> bool:
-    """Whether the folder has all these indices already, of this corpus and by this encoder."""
+def up_to_date(
+    folder: Path, index_types: Sequence[str], corpus: Corpus, config: EncoderConfig, options: IndexOptions
+) -> bool:
+    """Whether the folder has all these indices already, of this corpus, by this encoder and with these options."""
+    wanted = (corpus.fingerprint, asdict(config), asdict(options))
     kept = [read_description(folder / f"{name}.index") for name in index_types]
     files = all((folder / f"{name}.index").is_file() for name in index_types)
-    return files and all(d and (d["corpus"], d["encoder"]) == (corpus.fingerprint, asdict(config)) for d in kept)
+    return files and all(d and (d["corpus"], d["encoder"], d.get("options")) == wanted for d in kept)
 
 
 def build_dense(args: argparse.Namespace, corpus: Corpus) -> None:
     config = config_from_flags(args)
-    if args.shard is None and up_to_date(args.save_dir, args.index_type, corpus, config):
-        logger.info("%s has these indices of this corpus and encoder already", args.save_dir)
+    names = ("nlist", "nprobe", "pq_bytes", "ef_construction", "ef_search", "seed")
+    options = IndexOptions(**{name: getattr(args, name) for name in names})
+    if args.shard is None and up_to_date(args.save_dir, args.index_type, corpus, config, options):
+        logger.info("%s has these indices already, of this corpus and encoder and with these options", args.save_dir)
         return
     encoder = Encoder(config, device=args.device, fp16=args.fp16, batch_size=args.batch_size, threads=args.threads)
     shard = args.shard or _whole(args.save_dir)
@@ -130,8 +135,6 @@ def build_dense(args: argparse.Namespace, corpus: Corpus) -> None:
     embeddings = Embeddings(args.save_dir)
     Origin.of(corpus, encoder).check(embeddings.origin, str(args.save_dir))
     queries = encoder.encode_queries(recall_queries(corpus, args.queries_path, args.recall_queries, args.seed))
-    names = ("nlist", "nprobe", "pq_bytes", "ef_construction", "ef_search", "seed")
-    options = IndexOptions(**{name: getattr(args, name) for name in names})
     print_table(build_and_measure(embeddings, args.index_type, args.save_dir, queries, options), len(corpus))
 
 

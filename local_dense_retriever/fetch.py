@@ -103,13 +103,14 @@ def _request(method: str, url: str, headers: dict[str, str], **options: Any) -> 
         response = requests.request(method, url, headers=headers, timeout=TIMEOUT, **options)
     except requests.RequestException as error:
         raise Interrupted(f"{url}: {error}") from error
+    if response.status_code < 400 or response.status_code == 416:
+        return response
+    response.close()
     if response.status_code in (408, 429) or response.status_code >= 500:
         raise Interrupted(f"{url}: the server answers {response.status_code} {response.reason}")
-    if response.status_code >= 400 and response.status_code != 416:
-        hint = {401: "it may need a token (HF_TOKEN)", 403: "it may need a token (HF_TOKEN)"}
-        what = hint.get(response.status_code, "the file may have moved: check --endpoint")
-        raise ValueError(f"{url}: the server answers {response.status_code} {response.reason}; {what}")
-    return response
+    hint = {401: "it may need a token (HF_TOKEN)", 403: "it may need a token (HF_TOKEN)"}
+    what = hint.get(response.status_code, "the file may have moved: check --endpoint")
+    raise ValueError(f"{url}: the server answers {response.status_code} {response.reason}; {what}")
 
 
 def _retrying(action: Callable[[], T], attempts: int) -> T:

@@ -58,6 +58,10 @@ class IndexOptions:
     def clusters(self, passages: int) -> int:
         return self.nlist or max(1, min(int(4 * math.sqrt(passages)), passages // MIN_TRAINING))
 
+    def training_size(self, passages: int) -> int:
+        """IVF-PQ: vectors that clusters and codes are learned from, if there are as many."""
+        return max(MAX_TRAINING * self.clusters(passages), MAX_CODE_TRAINING)
+
     def probes(self, clusters: int) -> int:
         return min(clusters, self.nprobe or max(16, clusters // 16))
 
@@ -83,6 +87,8 @@ def build_index(embeddings: Embeddings, index_type: str, options: IndexOptions) 
     """
     passages, dimension = len(embeddings), embeddings.origin.dimension
     needed = index_bytes(index_type, passages, dimension, options.pq_bytes)
+    if index_type == "ivf_pq":
+        needed += 4 * dimension * min(passages, options.training_size(passages))
     if needed > (room := available_memory()):
         smaller = {kind: index_bytes(kind, passages, dimension) for kind in ("flat_fp16", "ivf_pq")}
         raise ValueError(
@@ -129,7 +135,7 @@ def _trained_ivf_pq(embeddings: Embeddings, options: IndexOptions) -> Any:
     index = faiss.IndexIVFPQ(quantizer, dimension, clusters, parts, 8, faiss.METRIC_INNER_PRODUCT)
     index.nprobe = options.probes(clusters)
     index.cp.seed = index.pq.cp.seed = options.seed
-    sample = embeddings.sample(max(MAX_TRAINING * clusters, MAX_CODE_TRAINING), np.random.default_rng(options.seed))
+    sample = embeddings.sample(options.training_size(passages), np.random.default_rng(options.seed))
     logger.info("learning %d clusters and %d bytes a vector from %d embeddings", clusters, parts, len(sample))
     index.train(sample)
     return index
@@ -186,7 +192,8 @@ def build_and_measure(
         found, query_ms = _timed_search(index, queries, exact.shape[1])
         path = folder / f"{index_type}.index"
         report = recall_of(found, exact)
-        save_index(index, path, {**asdict(embeddings.origin), "index_type": index_type, "recall": report})
+        facts = {"index_type": index_type, "options": asdict(options), "recall": report}
+        save_index(index, path, {**asdict(embeddings.origin), **facts})
         reports.append(Recall(index_type, path.stat().st_size, build_s, query_ms, report))
         del index  # before the next one is built
     return reports

@@ -15,6 +15,7 @@ the process with code 0.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -102,7 +103,8 @@ def serve(args: argparse.Namespace) -> None:
 def allow_many_connections() -> None:
     """Raise the number of open files to what the system lets this process have; each client takes one."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with contextlib.suppress(ValueError, OSError):  # some systems call "no limit" what they do not accept
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def passage_json(corpus: Corpus, index: int) -> bytes:

@@ -66,7 +66,8 @@ class Bm25Retriever:
         try:
             retriever = cls(bm25s.BM25.load(folder, mmap=True))
             facts = json.loads((Path(folder) / BM25_FACTS).read_text())
-        except (OSError, ValueError, KeyError) as error:
+            fingerprint, stemmed = facts["fingerprint"], facts["stemmed"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{folder} holds no BM25 index ({error}); make one with build_index.py") from None
         indexed = retriever._index.scores["num_docs"]
         if indexed != len(corpus):
@@ -74,10 +75,10 @@ class Bm25Retriever:
                 f"the BM25 index {folder} has {indexed} passages, the corpus {len(corpus)}; give the corpus that the "
                 f"index was made of, or make the index anew with build_index.py"
             )
-        if facts["fingerprint"] != corpus.fingerprint:
+        if fingerprint != corpus.fingerprint:
             raise ValueError(f"the BM25 index {folder} is of another corpus; make it anew with build_index.py")
-        if facts["stemmed"] != (retriever._stemmer is not None):
-            state = "with" if facts["stemmed"] else "without"
+        if stemmed != (retriever._stemmer is not None):
+            state = "with" if stemmed else "without"
             raise ValueError(f"the BM25 index {folder} was made {state} PyStemmer, so it must be searched {state} it")
         return retriever
 

@@ -278,9 +278,12 @@ def _memory(args: PlanArgs) -> Iterator[tuple[str, str]]:
 def _notes(args: PlanArgs) -> Iterator[str]:
     """What does not stop a plan, but would stop or hurt the run."""
     plan = memory_plan(args, args.gpu_memory_gb * GB, args.rollout_max_context_len or 0)
-    if plan.trainer > args.gpu_memory_gb * GB:
+    lagging = args.colocate and args.update_weights_interval > 1
+    needed = plan.trainer + (plan.engine_weights if lagging else 0)
+    if needed > args.gpu_memory_gb * GB:
+        beside = ", beside the weights that engines keep with --update-weights-interval above 1," if lagging else ""
         yield (
-            f"the trainer needs about {plan.trainer / GB:.0f} GB of {args.gpu_memory_gb:g} GB; raise "
+            f"the trainer{beside} needs about {needed / GB:.0f} GB of {args.gpu_memory_gb:g} GB; raise "
             f"--tensor-model-parallel-size{' or --expert-model-parallel-size' if args.num_experts else ''}, add "
             "--use-distributed-optimizer, or lower --max-tokens-per-gpu"
         )

@@ -147,12 +147,13 @@ class RolloutArgs(Group):
     update_weights_interval: PositiveInt = Field(
         1,
         description="Steps between updates of the engines' weights; above 1 they sample from a policy that lags by up "
-        "to one step less. Weights also go before an evaluation and at the end.",
+        "to one step less. Weights also go before an evaluation and at the end. Above 1 colocated engines keep their "
+        "weights on the GPU while the trainer works.",
     )
     update_weights_through: Literal["tensor", "disk"] = Field(
         "tensor",
         description="How weights reach the engines: tensor sends them in requests; disk writes a Hugging Face folder "
-        "under --run-dir, which the engines load.",
+        "under --run-dir, which the engines load: all of their machines must see it.",
     )
     max_failure_rate: Fraction = Field(
         0.2, description="The run stops when more than this share of a step's samples failed or were aborted."

@@ -48,7 +48,7 @@ UNSUPPORTED = {
     "partial_rollout": "partial rollouts are not supported yet; every trajectory is finished in its own step",
     "over_sampling_batch_size": "over-sampling is not supported yet; use --dynamic-sampling-filter-path alone",
     "async_rollout": "asynchronous rollouts are not supported yet; each step's rollout precedes its training",
-    "max_policy_lag": "asynchronous rollouts are not supported yet; the policy lag is always 0",
+    "max_policy_lag": "asynchronous rollouts are not supported yet; see --update-weights-interval",
     "lora_rank": "LoRA is not supported yet; all parameters are trained",
     "lora_alpha": "LoRA is not supported yet; all parameters are trained",
     "use_critic": "critics (PPO) are not supported; --advantage-estimator grpo needs none",

@@ -136,9 +136,10 @@ class RolloutGroup:
             troubles = [f"engine {index}: {trouble}" for index, trouble in enumerate(found) if trouble]
             if not troubles:
                 raise
-            raise EngineDiedError(
-                f"{'; '.join(troubles)}. Start again; --load with the folder of --save goes on from the last checkpoint"
-            ) from error
+            remedy = "start again"
+            if self.args.save:
+                remedy += f"; --load {self.args.save} goes on from the last checkpoint"
+            raise EngineDiedError(f"{'; '.join(troubles)}; {remedy}") from error
 
     def release_memory(self) -> None:
         """Give the devices to the trainer (colocated on GPUs; on a CPU memory is not scarce)."""

@@ -70,7 +70,7 @@ class TrainActor:
         tensors = {name: tensor.cpu().contiguous() for name, tensor in weights}
         dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         folder = self.run_dir / "weights"
-        write_hf_folder(tensors, Path(self.args.hf_checkpoint), folder, dtype)
+        write_hf_folder(tensors, Path(self.args.hf_checkpoint), folder, dtype, replace=True)
         load_weights_from_disk(engine_urls, folder, version)
 
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:

@@ -124,10 +124,13 @@ def write_hf_folder(
     save: Path,
     dtype: str,
     progress: Progress = lambda name, total: None,
+    *,
+    replace: bool = False,
 ) -> None:
     """Write tensors of `dtype` as a Hugging Face folder, with config and tokenizer of `hf_checkpoint`.
 
-    It is there whole or not at all; what `save` held before goes. OSError if the disk is too small.
+    It is there whole or not at all; only with `replace` may `save` hold something, which goes. OSError if it does, or
+    if the disk is too small.
     """
     unfinished = save.with_name(f".unfinished-{save.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -137,7 +140,7 @@ def write_hf_folder(
         _copy_model_files(hf_checkpoint, unfinished, dtype)
         _write_safetensors(tensors, unfinished, progress)
         if save.exists():
-            shutil.rmtree(save)
+            shutil.rmtree(save) if replace else save.rmdir()
         unfinished.rename(save)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

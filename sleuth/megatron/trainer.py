@@ -93,7 +93,7 @@ class Trainer:
         """Train on this data-parallel rank's share of a step; one optimizer step for each batch.
 
         Metrics (`train/...`, and what an importance-sampling hook names otherwise) are means over the optimizer
-        steps, equal on all ranks. Raises FloatingPointError when a loss or gradient is not finite.
+        steps, equal on all ranks but for times. Raises FloatingPointError when a loss or gradient is not finite.
         """
         per_token = self.args.calculate_per_token_loss or self.args.loss_type == "sft"
         multiple = parallel.length_multiple(self.args)

@@ -95,7 +95,10 @@ def test_an_index_is_built_and_found_by_the_server_side(
     assert [hits[0].index for hits in found] == [0, 1, 2, 3, 4]
     caplog.set_level("INFO")
     assert run(corpus_path, tmp_path, "--index_type", "flat", "hnsw") == 0
-    assert "has these indices of this corpus and encoder already" in caplog.text
+    assert "has these indices already" in caplog.text
+    caplog.clear()
+    assert run(corpus_path, tmp_path, "--index_type", "hnsw", "--ef_search", "200", "--recall_queries", "20") == 0
+    assert "has these indices already" not in caplog.text
 
 
 def test_a_killed_run_goes_on(corpus_path: Path, tmp_path: Path) -> None:
