@@ -21,9 +21,10 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 from transformers import PreTrainedTokenizerBase
 
 from google_search_server import google_search
@@ -67,14 +68,24 @@ CORRECTION = (
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+def _http_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and not re.search(r"\s", url) and parts.port != 0:
+            return url
+    except ValueError:  # of a port or an IPv6 address
+        pass
+    raise ValueError("expected a URL such as http://127.0.0.1:8000/retrieve")
 
 
 class LocalConfig(_Section):
     """A retrieval server."""
 
-    search_url: str
-    proxy: str | None
+    search_url: Annotated[str, AfterValidator(_http_url)]
+    proxy: Annotated[str, AfterValidator(_http_url)] | None
 
 
 class GoogleConfig(_Section):
@@ -82,7 +93,7 @@ class GoogleConfig(_Section):
 
     api_key: str
     snippet_only: bool
-    proxy: str | None
+    proxy: Annotated[str, AfterValidator(_http_url)] | None
 
     @field_validator("api_key")
     @classmethod
@@ -167,7 +178,12 @@ def _merge(defaults: Mapping[str, Any], overrides: Any) -> Any:
 def _explain(error: Any) -> str:
     path = [str(part) for part in error["loc"]]
     if error["type"] != "extra_forbidden":
-        return f"{'.'.join(path)}: {error['msg']}"
+        message = error["msg"].removeprefix("Value error, ")
+        if error["type"].endswith("_type") and "valid dictionary" in message:
+            message = "expected a section of keys and values"
+        may_be_secret = path[:1] == ["google"] or path[-1:] == ["proxy"]
+        found = "" if may_be_secret or path == ["search_backend"] else f", found {error['input']!r:.80}"
+        return f"{'.'.join(path) or 'the section'}: {message}{found}"
     known = SEARCH_R1_CONFIGS if len(path) == 1 else SEARCH_R1_CONFIGS[path[0]]
     near = get_close_matches(path[-1], known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
@@ -181,14 +197,22 @@ def _load_backend(path: str) -> Callable[..., Awaitable[Sequence[Any]]]:
     """The user's own `async def search(query, topk)`, named as "module.function"."""
     module_name, _, name = path.rpartition(".")
     choices = "expected local, google, or module.function of your own async def search(query, topk)"
-    if not module_name:
-        raise ValueError(f"no search backend named {path!r}; {choices}")
+    if not module_name or not name or path.startswith("."):
+        raise ValueError(f"no search backend is named {path!r}; {choices}")
     try:
         function = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"cannot load the search backend {path!r} ({error}); {choices}") from None
+    except Exception as error:  # whatever the user's module does while it is imported
+        raise ValueError(
+            f"found the search backend's module {module_name}, but it fails to import: {type(error).__name__}: {error}"
+        ) from error
     if not inspect.iscoroutinefunction(function):
-        raise ValueError(f"the search backend {path!r} is not an async function; {choices}")
+        raise ValueError(f"found {path!r} as search backend, which is not an async function; {choices}")
+    try:
+        inspect.signature(function).bind("query", 1)
+    except TypeError as error:
+        raise ValueError(f"found {path}{inspect.signature(function)} as search backend ({error}); {choices}") from None
     return function
 
 

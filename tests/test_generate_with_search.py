@@ -328,13 +328,24 @@ def test_a_change_in_place_is_seen() -> None:
             r"unknown key local.searchurl; did you mean search_url\? known are search_url, proxy",
         ),
         ({"local": None}, "local"),
-        ({"topk": "3"}, "topk: Input should be a valid integer"),
-        ({"topk": 0}, "topk: Input should be greater than or equal to 1"),
+        ({"topk": "3"}, "topk: Input should be a valid integer, found '3'"),
+        ({"topk": 0}, "topk: Input should be greater than or equal to 1, found 0"),
+        ({"score": float("nan")}, "score: Input should be a finite number, found nan"),
+        ([3], r"the section: expected a section of keys and values, found \[3\]"),
+        ({"local": {"search_url": "localhost:8000"}}, "local.search_url: expected a URL .*found 'localhost:8000'"),
+        ({"local": {"proxy": "s3cret@host:99999"}}, "local.proxy: expected a URL"),
+        ({"search_backend": "backend_that_takes_one.search"}, r"found backend_that_takes_one.search\(query\)"),
+        ({"search_backend": "backend_that_is_broken.search"}, "fails to import: ZeroDivisionError"),
         ({"return_logprob": False}, "return_logprob"),
         ({"google": {"api_key": "s3cret"}}, "a key belongs in an environment variable"),
     ],
 )
-def test_a_wrong_configuration_says_what_is_known(override: dict[str, Any], message: str) -> None:
+def test_a_wrong_configuration_says_what_is_known(
+    override: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "backend_that_takes_one.py").write_text("async def search(query): ...\n")
+    (tmp_path / "backend_that_is_broken.py").write_text("1 / 0\n")
     with pytest.raises(ValueError, match=message) as caught:
         search_config(SimpleNamespace(custom_config={"search_r1": override}))
     assert "s3cret" not in str(caught.value)
