@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -89,14 +90,14 @@ def to_passage(line: bytes, number: int, path: Path | str) -> Passage:
             return passage
         if isinstance(passage.get("text"), str):
             return {**passage, "contents": f'"{passage.get("title") or ""}"\n{passage["text"]}'}
-    raise ValueError(f"{path}, line {number}: expected an object with 'contents', found {line[:80]!r}")
+    raise ValueError(f"{path}, line {number}: expected an object with 'contents', a string, found {line[:80]!r}")
 
 
 def _lenient(line: bytes, message: str) -> Any:
     """Python's reader takes what orjson does not: NaN, lone surrogates, huge numbers."""
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter for thousands of nested brackets
         raise ValueError(message) from None
 
 
@@ -105,8 +106,14 @@ class ListedCorpus(Corpus):
 
     def __init__(self, path: Path) -> None:
         digest = xxhash.xxh3_128()
-        with gzip.open(path) as file:
-            passages = [to_passage(line, number, path) for number, line in _lines(_hashed(file, digest))]
+        try:
+            with gzip.open(path) as file:
+                passages = [to_passage(line, number, path) for number, line in _lines(_hashed(file, digest))]
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(
+                f"{path} cannot be unpacked ({error}); expected a whole .gz file: get it again, or give it its right "
+                f"name if it is not packed"
+            ) from None
         self._passages = _some(passages, path)
         self.fingerprint = digest.hexdigest()
 

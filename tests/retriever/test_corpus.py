@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -95,9 +96,10 @@ def test_offsets_of_a_folder_that_cannot_be_written_go_to_the_cache(
         ("", "no passage"),
         ("\n \n", "no passage"),
         ('{"contents": "a"}\n{', "line 2: expected JSON"),
-        ('\n\n{"id": 1}', "line 3: expected an object with 'contents', found"),
+        ('\n\n{"id": 1}', "line 3: expected an object with 'contents', a string, found"),
         ('{"contents": 5}', "line 1: expected an object with 'contents'"),
         ("[1]", "line 1: expected an object"),
+        pytest.param('{"contents": "a"}\n' + "[" * 100_000, "line 2: expected JSON", id="deep"),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
@@ -108,6 +110,14 @@ def test_a_bad_line_is_named(tmp_path: Path, text: str, reason: str, packed: boo
         with pytest.raises(ValueError, match=reason):
             reader(path)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]  # no half-made offsets
+
+
+@pytest.mark.parametrize("damage", [lambda packed: b"{}", lambda packed: packed[:-9], lambda packed: packed + b"more"])
+def test_a_broken_gz_file_is_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / "c.jsonl.gz"
+    path.write_bytes(damage(gzip.compress(b'{"contents": "a"}')))
+    with pytest.raises(ValueError, match=r"c.jsonl.gz cannot be unpacked .*; expected a whole .gz file"):
+        open_corpus(path)
 
 
 def test_lines_without_end_blank_lines_and_other_shapes(tmp_path: Path) -> None:
