@@ -9,12 +9,13 @@ within bounds, or rejects what is too far off, and measures the mismatch:
 
     --use-tis --custom-config-path mis.yaml --custom-tis-function-path mis.compute_mis_weights_with_cp
 
-`mis.yaml` holds the settings, docs/mismatch.md says which to choose, docs/metrics.md lists the metrics. `compute_mis_weights` needs
-nothing but tensors. The trainer's log-probabilities are those of the policy before the step's updates, at the rollout
-temperature. All statistics are over the optimizer step: whatever is summed here is completed by `reduce`, so that
-nothing depends on micro-batches or ranks. Source of the weights: Yao et al. 2025, "Your efficient RL framework
-secretly brings you off-policy RL training"; of masks, sequence levels and veto: Liu, Li et al. 2025, "When speed kills
-stability: demystifying RL collapse from the training-inference mismatch".
+`mis.yaml` holds the settings, docs/mismatch.md says which to choose, docs/metrics.md lists the metrics.
+`compute_mis_weights` needs nothing but tensors. The trainer's log-probabilities are those of the policy before the
+step's updates, at the rollout temperature. All statistics are over the optimizer step: what is summed here is completed
+by `reduce`, so that nothing depends on micro-batches or ranks. Log weights are bounded to [-20, 20] nats before `exp`.
+Source of the weights: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; of
+masks, sequence levels and veto: Liu, Li et al. 2025, "When speed kills stability: demystifying RL collapse from the
+training-inference mismatch".
 """
 
 from __future__ import annotations
@@ -26,18 +27,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
+from sleuth.mismatch import MAX_EXPONENT, Level, TrainableTokens, bound_exponent, join
+
 logger = logging.getLogger(__name__)
 
-Level = Literal["token", "sequence", "geometric"]
-
-MAX_EXPONENT = 20.0
-"""Log weights are bounded to [-20, 20] nats before `exp`: a weight lies between 2e-9 and 4.9e8 before its bounds."""
-
-BLOCK_TOKENS = 65536
+BLOCK_TOKENS = 32768
 """Response tokens that are corrected at a time, whole samples; it changes nothing but the speed."""
 
 
@@ -160,7 +159,7 @@ def compute_mis_weights_with_cp(
         loss_masks=loss_masks,
         reduce=kwargs.get("reduce"),
     )
-    factor, kept = _row(weights).to(pg_loss), _row(masks).to(pg_loss.device) != 0
+    factor, kept = join(weights).to(pg_loss), join(masks).to(pg_loss.device) != 0
     return torch.where(kept, pg_loss * factor, 0.0), masks, metrics
 
 
@@ -187,7 +186,7 @@ def compute_mis_weights(
         if [len(value) for value in values] != lengths:
             raise ValueError(f"expected {name} as long as loss_masks, {lengths}, found {[len(v) for v in values]}")
     parts = [
-        _correct(config, train_log_probs[block], rollout_log_probs[block], loss_masks[block])
+        _correct(config, train_log_probs[block], rollout_log_probs[block], loss_masks[block], lengths[block])
         for block in _blocks(lengths)
     ]
     samples = torch.cat([part.samples for part in parts], dim=1)
@@ -196,7 +195,7 @@ def compute_mis_weights(
     _check_finite(config, totals)
     norm = totals["weights"] / totals["units"] if config.tis_batch_normalize and totals["weights"] else 1.0
     rows = [part.weights if norm == 1.0 else part.weights / norm for part in parts]
-    weights = [w for row, part in zip(rows, parts, strict=True) for w in row.split([len(mask) for mask in part.masks])]
+    weights = [w for row, block in zip(rows, _blocks(lengths), strict=True) for w in row.split(lengths[block])]
     return weights, [mask for part in parts for mask in part.masks], _metrics(config, totals, maxima, norm)
 
 
@@ -231,78 +230,14 @@ _COUNT, _KEPT, _TRAIN, _ROLLOUT = range(4)
 """Rows of `_Part.samples`: trainable tokens, those kept of them, and both sums of log-probabilities over the former."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """The trainable tokens [N] of a block's n samples, one after the other, in float64. Masked ones are not among them.
-
-    index: [N] place in the row of all `size` response tokens. counts: [n] tokens of each sample. train, rollout: [n]
-    sums of log-probabilities. log_ratio: [N] trainer's minus engine's; bounded: the same, bounded; excess: the ratio
-    minus 1. nonfinite: tokens and samples that were left out for a NaN or infinite log-probability.
-    """
-
-    index: Tensor
-    size: int
-    counts: Tensor
-    train: Tensor
-    rollout: Tensor
-    log_ratio: Tensor
-    bounded: Tensor
-    excess: Tensor
-    nonfinite: tuple[int, int]
-
-    @classmethod
-    def pack(cls, train: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor]) -> Self:
-        index = (_row(masks) != 0).nonzero().squeeze(1)
-        ends = torch.tensor([0, *(len(mask) for mask in masks)], device=index.device).cumsum(0)
-        rows = [_row(values).index_select(0, index).double() for values in (train, rollout)]
-        tokens = cls._of(index, ends, rows[0], rows[1], (0, 0))
-        if bool((tokens.train + tokens.rollout).isfinite().all()):  # else look which tokens it is
-            return tokens
-        bad = ~(rows[0].isfinite() & rows[1].isfinite())
-        bad_samples = tokens.per_sample(bad.double()) > 0
-        good = ~tokens.spread(bad_samples, "sequence")
-        return cls._of(index[good], ends, rows[0][good], rows[1][good], (int(bad.sum()), int(bad_samples.sum())))
-
-    @classmethod
-    def _of(cls, index: Tensor, ends: Tensor, train: Tensor, rollout: Tensor, nonfinite: tuple[int, int]) -> Self:
-        counts = torch.searchsorted(index, ends).diff()
-        train_sums, rollout_sums = (_per_sample(row, counts) for row in (train, rollout))
-        ratio = train - rollout
-        bounded = _bounded(ratio)
-        excess = torch.expm1(bounded)
-        return cls(index, int(ends[-1]), counts, train_sums, rollout_sums, ratio, bounded, excess, nonfinite)
-
-    def per_sample(self, values: Tensor) -> Tensor:
-        """Sums of values [N] over each sample: [n]."""
-        return _per_sample(values, self.counts)
-
-    def units(self, level: Level) -> Tensor:
-        """Log-ratios of what a level weighs: of tokens [N], or of samples [n], 0 where there is no token."""
-        if level == "token":
-            return self.log_ratio
-        total = self.train - self.rollout
-        return total if level == "sequence" else total / self.counts.clamp(min=1)
-
-    def spread(self, units: Tensor, level: Level) -> Tensor:
-        """Each token's [N] value of its unit."""
-        return units if level == "token" else units.repeat_interleave(self.counts)
-
-    def count(self, units: Tensor, level: Level) -> int:
-        """Tokens of the units that are True."""
-        return int(units.sum() if level == "token" else self.counts[units].sum())
-
-    def to_row(self, values: Tensor) -> Tensor:
-        """Values [N] -> those of all response tokens, 0 at masked ones."""
-        return values.new_zeros(self.size).scatter_(0, self.index, values)
-
-    def new_masks(self, kept: Tensor | None, masks: Sequence[Tensor]) -> list[Tensor]:
-        """The masks without the tokens that are not kept (None: all are)."""
-        row = self.to_row(torch.ones_like(self.index, dtype=torch.bool) if kept is None else kept)
-        return [mask * part for mask, part in zip(masks, row.split([len(mask) for mask in masks]), strict=True)]
-
-
-def _correct(config: MisConfig, train: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor]) -> _Part:
-    tokens, level = _Tokens.pack(train, rollout, masks), config.tis_level
+def _correct(
+    config: MisConfig,
+    train: Sequence[Tensor],
+    rollout: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    lengths: Sequence[int],
+) -> _Part:
+    tokens, level = TrainableTokens.pack(train, rollout, masks, lengths), config.tis_level
     sums, kept = _mismatch(tokens), None
     if config.use_rs:
         kept, more = _reject(config, tokens)
@@ -325,18 +260,20 @@ def _correct(config: MisConfig, train: Sequence[Tensor], rollout: Sequence[Tenso
     per_token = tokens.spread(weights, level)
     if level != "token" and numbers is not None:
         per_token = per_token * numbers
-    some = weights if units == len(weights) else weights[weights > 0]
+    smallest, largest = math.inf, -math.inf
+    if units:
+        smallest, largest = map(float, (weights if units == len(weights) else weights[weights > 0]).aminmax())
     return _Part(
-        tokens.to_row(per_token).float(),
+        tokens.to_row(per_token.float()),
         list(masks) if kept is None and not tokens.nonfinite[0] else tokens.new_masks(kept, masks),
         torch.stack([tokens.counts.double(), sample_kept, tokens.train, tokens.rollout]),
         sums,
-        smallest=float(some.min()) if len(some) else math.inf,
-        largest=float(some.max()) if len(some) else -math.inf,
+        smallest,
+        largest,
     )
 
 
-def _mismatch(tokens: _Tokens) -> dict[str, float]:
+def _mismatch(tokens: TrainableTokens) -> dict[str, float]:
     """What is summed over tokens, whatever becomes of them."""
     bounded, excess = tokens.bounded, tokens.excess
     return {
@@ -348,11 +285,11 @@ def _mismatch(tokens: _Tokens) -> dict[str, float]:
     }
 
 
-def _bound(config: MisConfig, tokens: _Tokens) -> tuple[Tensor, Tensor | None, dict[str, float]]:
+def _bound(config: MisConfig, tokens: TrainableTokens) -> tuple[Tensor, Tensor | None, dict[str, float]]:
     """The units' weights within the bounds, which units mode mask leaves (None: all), and counts."""
     level, mode, (lower, upper) = config.tis_level, config.tis_mode, config.tis_bounds
     log_weights = tokens.units(level)
-    weights = tokens.excess + 1.0 if level == "token" else _bounded(log_weights).exp()
+    weights = tokens.excess + 1.0 if level == "token" else bound_exponent(log_weights).exp()
     outside = {"high": log_weights > _log(upper)}
     if mode != "truncate":
         outside["low"] = log_weights < _log(lower)
@@ -373,7 +310,7 @@ def _bound(config: MisConfig, tokens: _Tokens) -> tuple[Tensor, Tensor | None, d
     return weights, within, sums
 
 
-def _reject(config: MisConfig, tokens: _Tokens) -> tuple[Tensor, dict[str, float]]:
+def _reject(config: MisConfig, tokens: TrainableTokens) -> tuple[Tensor, dict[str, float]]:
     """Rejection by `rs_*`: which tokens [N] are kept, and counts."""
     level, (lower, upper) = config.rs_level, config.rs_bounds
     units = tokens.units(level)
@@ -416,8 +353,8 @@ def _totals(parts: Sequence[_Part], samples: Tensor, largest: float) -> dict[str
         "kept_samples": kept > 0,
         "train_log_ppl": train_log_ppl,
         "rollout_log_ppl": rollout_log_ppl,
-        "train_ppl": _bounded(train_log_ppl).exp(),
-        "rollout_ppl": _bounded(rollout_log_ppl).exp(),
+        "train_ppl": bound_exponent(train_log_ppl).exp(),
+        "rollout_ppl": bound_exponent(rollout_log_ppl).exp(),
         "log_ppl_diff": difference,
         "log_ppl_abs_diff": difference.abs(),
         "square_sample_ratios": (2.0 * (train - rollout - largest)).exp(),
@@ -479,21 +416,6 @@ def _check_finite(config: MisConfig, totals: Mapping[str, float]) -> None:
     logger.warning("%s; they are rejected (mis_nonfinite: mask)", found)
 
 
-def _row(values: Sequence[Tensor]) -> Tensor:
-    """One row of all samples, also of none."""
-    return torch.cat(list(values)) if len(values) else torch.zeros(0)
-
-
-def _per_sample(values: Tensor, counts: Tensor) -> Tensor:
-    if not len(counts):
-        return values.new_zeros(0)
-    return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True)
-
-
-def _bounded(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_EXPONENT, MAX_EXPONENT)
-
-
 def _log(bound: float) -> float:
     return math.log(bound) if bound > 0 else -math.inf
 
@@ -511,11 +433,9 @@ def _reduce(values: Mapping[str, float], op: Literal["sum", "max"], reduce: Redu
 
 def _dump(folder: Path, train: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     """Write `train` and `rollout` [N] of the trainable tokens, and `sample` [N], their sample's number."""
-    import numpy as np
-
-    mask = _row(masks) != 0
+    mask = join(masks) != 0
     sample = torch.repeat_interleave(torch.tensor([len(part) for part in masks]))[mask.cpu()].numpy()
-    train_row, rollout_row = (_row(part)[mask].float().cpu().numpy() for part in (train, rollout))
+    train_row, rollout_row = (join(part)[mask].float().cpu().numpy() for part in (train, rollout))
     folder.mkdir(parents=True, exist_ok=True)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     number = len(list(folder.glob(f"rank{rank:03d}_*.npz")))

@@ -75,6 +75,7 @@ def per_sample(config: MisConfig, samples: Samples) -> tuple[list[Tensor], list[
             kept = kept * ((weight >= low) & (weight <= high))
         else:
             weight = weight.clamp(low if config.tis_mode == "clip" else 0.0, high)
+        found["after"] = (weight * mask).sum()
         weight = torch.where(kept > 0, weight, 0.0)
         weights.append(weight)
         masks.append(kept)
