@@ -192,7 +192,7 @@ def test_null_means_the_default(tmp_path: Path):
         ("seed: 1\nseed: 2", ["seed is given twice"]),
         ("lora_rank: 32", ["LoRA is not supported yet"]),
         ("- seed", ["expected a mapping of flags"]),
-        ("seed: [", ["is not valid YAML"]),
+        ("seed: [", ["expected YAML, found", "; correct it"]),
         ("lr: fast", ["--lr: expected a valid number", "found 'fast'"]),
         ("use_kl_loss: 17", ["--use-kl-loss: expected a valid boolean", "found 17"]),
         ("search_r1: {google: {api_key: abcd}}", ["search_r1.google.api_key", "use the environment"]),
@@ -292,6 +292,7 @@ def test_the_name_of_an_environment_variable_is_no_secret(tmp_path: Path):
         (["--min-lr", "1"], ["expected --min-lr <= --lr"]),
         (["--rollout-top-k", "0"], ["--rollout-top-k: expected -1 or at least 1, found '0'"]),
         (["--tis-clip", "1", "--tis-clip-low", "2"], ["expected --tis-clip-low <= --tis-clip"]),
+        (["--tis-clip", "3"], ["--tis-clip has no effect without --use-tis"]),
         (["--eval-interval", "5"], ["add --eval-prompt-data NAME PATH"]),
         (["--eval-prompt-data", "nq", "x"], ["add --eval-interval"]),
         (["--eval-interval", "5", "--eval-prompt-data", "nq"], ["expected pairs NAME PATH, found 1 words"]),
@@ -552,6 +553,40 @@ def test_a_checkpoint_itself_may_be_named(tmp_path: Path):
     (one / "metadata.json").write_text("{}")
     files = ["--hf-checkpoint", str(model_folder(tmp_path)), "--prompt-data", str(tmp_path / "train.jsonl")]
     check_files(parse(*files, "--ref-load", str(one), "--load", str(one)))
+
+
+def test_a_tracker_must_name_a_checkpoint_that_is_there(tmp_path: Path):
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    saved = tmp_path / "saved"
+    (saved / "iter_0000005").mkdir(parents=True)
+    (saved / "iter_0000005/metadata.json").write_text("{}")
+    files = ["--hf-checkpoint", str(model_folder(tmp_path)), "--prompt-data", str(tmp_path / "train.jsonl")]
+    for text, found in (("", "found ''"), ("5x", "found '5x'"), ("7", "iter_0000007"), ("release", "release")):
+        (saved / "latest_checkpointed_iteration.txt").write_text(text)
+        for what in ("--ref-load", "--load"):
+            with pytest.raises(ArgumentsError, match=f"{what}: expected .*{found}"):
+                check_files(parse(*files, what, str(saved)))
+    (saved / "latest_checkpointed_iteration.txt").write_text("5\n")
+    check_files(parse(*files, "--ref-load", str(saved), "--load", str(saved)))
+
+
+def test_a_new_run_does_not_replace_the_checkpoints_of_another(tmp_path: Path):
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    saved = tmp_path / "saved"
+    (saved / "iter_0000005").mkdir(parents=True)
+    (saved / "iter_0000005/metadata.json").write_text("{}")
+    (saved / "latest_checkpointed_iteration.txt").write_text("5")
+    files = ["--hf-checkpoint", str(model_folder(tmp_path)), "--prompt-data", str(tmp_path / "train.jsonl")]
+    with pytest.raises(ArgumentsError, match=f"--save: expected .* new run, .*; --load {saved} goes on from them"):
+        check_files(parse(*files, "--save", str(saved)))
+    check_files(parse(*files, "--save", str(saved), "--load", str(saved)))
+    check_files(parse(*files, "--save", str(saved), "--load", str(saved / "iter_0000005")))
+
+
+def test_the_advice_names_the_model_that_is_missing(tmp_path: Path):
+    for name, advice in (("Qwen3-4B", "hf download Qwen/Qwen3-4B "), ("mine", "hf download OWNER/MODEL ")):
+        with pytest.raises(ArgumentsError, match=advice):
+            check_files(parse("--hf-checkpoint", str(tmp_path / name)))
 
 
 def test_a_file_of_a_hub_data_set_is_not_sought_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

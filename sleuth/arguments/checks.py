@@ -247,6 +247,10 @@ def _loss(args: Args) -> Iterator[str]:
             "--rejected-in-denominator has no effect without --custom-tis-function-path: nothing else rejects tokens; "
             "drop it"
         )
+    for name in ("tis_clip", "tis_clip_low"):
+        changed = getattr(args, name) != type(args).model_fields[name].default
+        if changed and not (args.use_tis or args.custom_tis_function_path):
+            yield f"{flag(name)} has no effect without --use-tis; add it or drop the bound"
     if args.tis_clip_low > args.tis_clip:
         yield f"expected --tis-clip-low <= --tis-clip, found {args.tis_clip_low} > {args.tis_clip}; swap them"
     if args.min_lr > args.lr:

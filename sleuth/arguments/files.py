@@ -50,9 +50,10 @@ def split_slice(path: str) -> tuple[str, str | None]:
 
 def _model_problems(folder: Path) -> Iterator[str]:
     if not (folder / "config.json").is_file():
+        name = f"Qwen/{folder.name}" if folder.name.startswith("Qwen") else "OWNER/MODEL"
         yield (
             f"--hf-checkpoint: expected a model's folder with config.json, found none at {folder}; download it, for "
-            f"example `hf download Qwen/Qwen2.5-3B --local-dir {folder}`"
+            f"example `hf download {name} --local-dir {folder}`"
         )
     elif not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
         yield f"--hf-checkpoint: expected a tokenizer beside config.json, found none in {folder}; copy it there"
@@ -67,6 +68,32 @@ def _checkpoint_problems(args: Args) -> Iterator[str]:
     resumes_own = args.load is not None and args.load == args.save
     if args.load is not None and not resumes_own and not _holds_checkpoint(args.load):
         yield f"--load: expected a checkpoint ({LATEST}), found none at {args.load}; correct the path or drop --load"
+    for what, folder in (("--ref-load", args.ref_load), ("--load", args.load)):
+        if folder is not None:
+            yield from _tracker_problems(what, folder)
+    if args.save is not None and args.load is None and (args.save / LATEST).is_file():
+        yield (
+            f"--save: expected a folder without checkpoints for a new run, found some in {args.save}, which it would "
+            f"replace; --load {args.save} goes on from them, or save elsewhere"
+        )
+
+
+def _tracker_problems(what: str, folder: Path) -> Iterator[str]:
+    """A tracker file that names no checkpoint, as after a copy that was cut short."""
+    tracker = folder / LATEST
+    if (folder / "metadata.json").is_file() or not tracker.is_file():
+        return
+    text = tracker.read_text(errors="replace").strip()
+    if text != "release" and not text.isdecimal():
+        yield f"{what}: expected a step number or release in {tracker}, found {text[:80]!r}; name a checkpoint itself"
+        return
+    name = text if text == "release" else f"iter_{int(text):07d}"
+    if not (folder / name / "metadata.json").is_file():
+        present = ", ".join(sorted(path.name for path in folder.glob("iter_*"))) or "none"
+        yield (
+            f"{what}: expected the checkpoint {name}, which {tracker} names, found {present}; copy it there, or name "
+            "a checkpoint itself"
+        )
 
 
 def _holds_checkpoint(folder: Path) -> bool:

@@ -221,7 +221,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             f"--custom-config-path: expected a readable file, found {path} ({error.strerror})"
         ) from None
     except yaml.YAMLError as error:
-        raise ArgumentsError(f"--custom-config-path: {path} is not valid YAML: {error}") from None
+        raise ArgumentsError(
+            f"--custom-config-path: expected YAML, found {path} ({' '.join(str(error).split())}); correct it"
+        ) from None
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
