@@ -13,6 +13,7 @@ import argparse
 import itertools
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,6 +69,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--retries", type=int, default=8, help="attempts in a row that bring no byte [8]")
     args = parser.parse_args(argv)
+    if not re.match(r"https?://[^/\s]", args.endpoint):
+        parser.error(f"--endpoint: found {args.endpoint!r}, expected a URL such as https://huggingface.co")
+    if args.retries < 1:
+        parser.error(f"--retries: found {args.retries}, expected 1 or more")
     for pair in args.sha256:
         name, _, digest = pair.partition("=")
         if len(digest) != 64 or not set(digest.lower()) <= set("0123456789abcdef"):
@@ -127,8 +132,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.save_dir.mkdir(parents=True, exist_ok=True)
         for name in [args.only] if args.only else sources:
             logger.info("ready: %s", obtain(sources[name], args))
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         logger.error("%s", error)
+        return 1
+    except OSError as error:
+        logger.error(
+            "%s; expected --save_dir to be a folder that can be written to, with space: see to that, then the same "
+            "command goes on with what is there",
+            error,
+        )
         return 1
     except KeyboardInterrupt:
         logger.error("interrupted; the same command goes on with what is there")

@@ -72,19 +72,24 @@ def look_up(url: str, sha256: str | None, attempts: int) -> Remote:
 
 
 def _look_up(url: str, sha256: str | None) -> Remote:
-    found_size, found_hash, at = None, sha256, url
-    for _ in range(REDIRECTS):
+    found_size, found_hash, at = "", sha256, url
+    for _ in range(REDIRECTS + 1):
         with _request("HEAD", at, {"Accept-Encoding": "identity"}, allow_redirects=False) as response:
             found_hash = found_hash or _stated_hash(response.headers)
             size = response.headers.get("X-Linked-Size")
             if not response.is_redirect:
                 size = size or response.headers.get("Content-Length")
-            found_size = found_size or size
-            if not response.is_redirect or found_size is not None:
+            found_size = found_size or size or ""
+            if not response.is_redirect or found_size:
                 break
             at = urljoin(at, response.headers["Location"])
-    if found_size is None:
-        raise ValueError(f"{url}: the server does not say how big the file is; expected Content-Length")
+    else:
+        raise ValueError(f"{url}: expected a file after at most {REDIRECTS} redirects, found more; check --endpoint")
+    if not re.fullmatch(r"0*[1-9][0-9]*", found_size):
+        raise ValueError(
+            f"{url}: expected an answer that says how big the file is (Content-Length, 1 byte or more), found "
+            f"{found_size or 'none'!r}; check --endpoint"
+        )
     return Remote(url, int(found_size), found_hash)
 
 
@@ -104,6 +109,11 @@ def _request(method: str, url: str, headers: dict[str, str], **options: Any) -> 
     except requests.RequestException as error:
         raise Interrupted(f"{url}: {error}") from error
     if response.status_code < 400 or response.status_code == 416:
+        if not response.is_redirect and response.headers.get("Content-Type", "").startswith("text/html"):
+            response.close()
+            raise ValueError(
+                f"{url}: expected the file, found a web page; check --endpoint, or log in there"
+            )
         return response
     response.close()
     if response.status_code in (408, 429) or response.status_code >= 500:
@@ -156,8 +166,7 @@ def _read_on(remote: Remote, partial: Path, most: int, bar: tqdm[Any]) -> None:
     headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={had}-"} if had else {})}
     reason: Any = "the connection ended early"
     with _request("GET", remote.url, headers, stream=True) as response, partial.open("r+b") as out:
-        if response.status_code != 206:
-            had = 0  # the server knows no ranges, or has nothing at this one
+        had = _starts_at(response, had)
         out.truncate(had)
         out.seek(had)
         bar.update(had - bar.n)
@@ -171,9 +180,23 @@ def _read_on(remote: Remote, partial: Path, most: int, bar: tqdm[Any]) -> None:
             reason = error
     if _size(partial) > remote.size:
         partial.write_bytes(b"")
-        raise ValueError(f"{remote.url}: the server sent more than the {remote.size} bytes that it stated")
+        raise ValueError(
+            f"{remote.url}: expected the {remote.size} bytes that the server stated, found more; what was downloaded "
+            f"has been removed: run the same command again, or with another --endpoint"
+        )
     if _size(partial) <= most:
         raise Interrupted(f"{remote.url}: {reason} after {_size(partial)} of {remote.size} bytes")
+
+
+def _starts_at(response: requests.Response, asked: int) -> int:
+    """Where in the file the bytes of an answer belong, which was asked for those from `asked` on."""
+    if response.status_code != 206:
+        return 0  # the server knows no ranges, or has nothing at this one
+    stated = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
+    start = int(stated[1]) if stated else asked
+    if start > asked:
+        raise Interrupted(f"{response.url}: asked for the bytes from {asked} on, found those from {start} on")
+    return start
 
 
 def _size(path: Path) -> int:

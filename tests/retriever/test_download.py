@@ -45,6 +45,8 @@ class Hub(ThreadingHTTPServer):
         self.stated_hash: str | None = None
         self.failures = 0
         self.bytes_per_s: float | None = None
+        self.head: dict[str, str] | None = None  # what HEAD answers instead
+        self.other_range = False
         self.gets: list[tuple[str, str | None]] = []
 
     @property
@@ -67,6 +69,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.failures:
             self.server.failures -= 1
             self._answer(503)
+        elif self.server.head is not None:
+            self._answer(302 if "Location" in self.server.head else 200, self.server.head)
         elif found is None:
             self._answer(404)
         elif self.path.startswith("/datasets"):
@@ -87,6 +91,10 @@ class Handler(BaseHTTPRequestHandler):
         name, content = found
         asked = self.headers.get("Range")
         self.server.gets.append((name.rsplit("/", 1)[1], asked))
+        if asked and self.server.other_range:
+            self._answer(206, {"Content-Length": str(len(content)), "Content-Range": f"bytes 0-{len(content) - 1}/*"})
+            self.wfile.write(content)
+            return
         start = int(re.fullmatch(r"bytes=(\d+)-", asked)[1]) if asked and self.server.ranges else 0  # type: ignore[index]
         self._answer(206 if start else 200, {"Content-Length": str(len(content) - start)})
         end = len(content) if self.server.break_after is None else min(len(content), start + self.server.break_after)
@@ -244,3 +252,36 @@ def test_a_killed_download_goes_on(hub: Hub, tmp_path: Path) -> None:
 def test_bad_checksums_are_refused(pair: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         download.parse_args(["--save_dir", str(tmp_path), "--sha256", pair])
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        ({"Content-Length": "0"}, "how big the file is (Content-Length, 1 byte or more), found '0'"),
+        ({"X-Linked-Size": "-5"}, "found '-5'; check --endpoint"),
+        ({"X-Linked-Size": "many"}, "found 'many'; check --endpoint"),
+        ({"Location": "/again"}, "at most 5 redirects, found more; check --endpoint"),
+        ({"Content-Type": "text/html", "Content-Length": "3000000"}, "expected the file, found a web page"),
+    ],
+)
+def test_an_answer_that_is_no_file_is_told_and_makes_none(
+    hub: Hub, tmp_path: Path, head: dict[str, str], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.head = head
+    assert run(hub, tmp_path) == 1
+    assert reason in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_bytes_go_where_the_server_says_that_they_belong(hub: Hub, tmp_path: Path) -> None:
+    part = FILES["PeterJinGo/wiki-18-e5-index/part_aa"]
+    (tmp_path / "part_aa.part").write_bytes(part[:1000])
+    hub.other_range = True
+    assert run(hub, tmp_path, "--only", "index") == 0
+    assert (tmp_path / "e5_Flat.index").read_bytes() == INDEX
+
+
+@pytest.mark.parametrize("flags", [("--endpoint", "hub"), ("--endpoint", ""), ("--retries", "0")])
+def test_flags_that_cannot_work_are_refused(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit):
+        download.parse_args(["--save_dir", str(tmp_path), *flags])
