@@ -31,7 +31,7 @@ from local_dense_retriever.corpus import Corpus, open_corpus
 from local_dense_retriever.dense import read_description
 from local_dense_retriever.embeddings import Embeddings, Origin, Shard, write_embeddings
 from local_dense_retriever.encoders import Encoder
-from local_dense_retriever.indices import INDEX_TYPES, IndexOptions, Recall, build_and_measure
+from local_dense_retriever.indices import INDEX_TYPES, IndexOptions, Recall, build_and_measure, check_options
 from local_dense_retriever.presets import PRESETS, EncoderConfig, add_encoder_flags, config_from_flags
 from local_dense_retriever.retrievers import Bm25Retriever
 from local_dense_retriever.sizes import gigabytes
@@ -69,6 +69,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for flag in counts:
         if (value := getattr(args, flag)) is not None and value < 1:
             parser.error(f"--{flag}: found {value}, expected 1 or more")
+    if args.seed < 0:
+        parser.error(f"--seed: found {args.seed}, expected 0 or more")
     return args
 
 
@@ -82,7 +84,12 @@ def _shard(text: str) -> Shard:
 def recall_queries(corpus: Corpus, path: Path | None, count: int, seed: int) -> list[str]:
     """`count` lines of the file, or the beginnings of as many random passages' texts, as queries."""
     if path is not None:
-        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+        try:
+            lines = [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"--queries_path: {path} cannot be read ({error}); expected one query a line, in UTF-8"
+            ) from None
         if not lines:
             raise ValueError(f"--queries_path: {path} is empty; expected one query a line")
         return lines[:count]
@@ -125,7 +132,10 @@ def build_dense(args: argparse.Namespace, corpus: Corpus) -> None:
     if args.shard is None and up_to_date(args.save_dir, args.index_type, corpus, config, options):
         logger.info("%s has these indices already, of this corpus and encoder and with these options", args.save_dir)
         return
+    texts = recall_queries(corpus, args.queries_path, args.recall_queries, args.seed)
     encoder = Encoder(config, device=args.device, fp16=args.fp16, batch_size=args.batch_size, threads=args.threads)
+    for index_type in args.index_type:  # before hours of encoding
+        check_options(index_type, len(corpus), encoder.dimension, options)
     shard = args.shard or _whole(args.save_dir)
     if shard is not None:
         write_embeddings(corpus, encoder, args.save_dir, shard)
@@ -134,7 +144,7 @@ def build_dense(args: argparse.Namespace, corpus: Corpus) -> None:
         return
     embeddings = Embeddings(args.save_dir)
     Origin.of(corpus, encoder).check(embeddings.origin, str(args.save_dir))
-    queries = encoder.encode_queries(recall_queries(corpus, args.queries_path, args.recall_queries, args.seed))
+    queries = encoder.encode_queries(texts)
     print_table(build_and_measure(embeddings, args.index_type, args.save_dir, queries, options), len(corpus))
 
 
@@ -158,6 +168,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         (build_bm25 if args.retriever_name == "bm25" else build_dense)(args, corpus)
     except ValueError as error:
         logger.error("%s", error)
+        return 1
+    except OSError as error:
+        logger.error(
+            "%s; expected a corpus that can be read, and a folder --save_dir with space that can be written to: see to "
+            "that, then the same command goes on with what is done",
+            error,
+        )
         return 1
     except KeyboardInterrupt:
         logger.error("interrupted; the same command goes on with what is done")

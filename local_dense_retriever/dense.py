@@ -143,10 +143,17 @@ def description_path(index_path: Path | str) -> Path:
 def read_description(index_path: Path | str) -> dict[str, Any] | None:
     """What `build_index.py` kept beside the index; None for an index from elsewhere."""
     path = description_path(index_path)
+    if not path.is_file():
+        return None
     try:
-        return json.loads(path.read_text()) if path.is_file() else None
-    except ValueError as error:
-        raise ValueError(f"{path} is broken ({error}); build the index anew (build_index.py)") from None
+        kept = json.loads(path.read_text())
+        if missing := {"corpus", "encoder", "probe"} - set(kept):
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        return dict(kept)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is broken ({error}); expected what build_index.py writes: remove it, and build the index anew"
+        ) from None
 
 
 def check_probe(encoder: Encoder, index_path: Path | str) -> None:

@@ -46,7 +46,7 @@ class Encoder:
         or does not fit `config`.
         """
         self.config = config
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = _device(device)
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device: found {device!r}, but torch sees no GPU here; expected cpu")
         self.dtype = torch.float16 if (self.device.type != "cpu" if fp16 is None else fp16) else torch.float32
@@ -93,6 +93,13 @@ class Encoder:
         return asdict(self.config)
 
 
+def _device(name: str | None) -> torch.device:
+    try:
+        return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"--device: found {name!r}, expected cpu, cuda, or one of the GPUs such as cuda:1") from None
+
+
 def _title_and_text(contents: str) -> tuple[str, str]:
     title, _, text = contents.partition("\n")
     return title.strip('"'), text
@@ -127,6 +134,7 @@ class _Tower:
     def tokenize(self, texts: list[str], pairs: list[str] | None = None) -> list[list[int]]:
         if not texts:
             return []
+        texts, pairs = _encodable(texts), pairs and _encodable(pairs)
         options = {"truncation": True, "max_length": self._limit, "return_attention_mask": False}
         return self._tokenizer(texts, pairs, **options)["input_ids"]
 
@@ -140,6 +148,11 @@ class _Tower:
         output = self._model(input_ids=padded.to(self._device), attention_mask=mask)
         vectors = _pool(output, mask, self._config.pooling).float()
         return torch.nn.functional.normalize(vectors, dim=-1) if self._config.normalize else vectors
+
+
+def _encodable(texts: list[str]) -> list[str]:
+    """The texts with ? for lone surrogates, which JSON may hold and no tokenizer takes."""
+    return [text if text.isascii() else text.encode("utf-8", "replace").decode() for text in texts]
 
 
 def _pool(output: Any, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:

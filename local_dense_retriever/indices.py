@@ -86,6 +86,7 @@ def build_index(embeddings: Embeddings, index_type: str, options: IndexOptions) 
     Raises ValueError if the memory or the number of passages does not suffice.
     """
     passages, dimension = len(embeddings), embeddings.origin.dimension
+    check_options(index_type, passages, dimension, options)
     needed = index_bytes(index_type, passages, dimension, options.pq_bytes)
     if index_type == "ivf_pq":
         needed += 4 * dimension * min(passages, options.training_size(passages))
@@ -112,6 +113,21 @@ def build_index(embeddings: Embeddings, index_type: str, options: IndexOptions) 
     return index
 
 
+def check_options(index_type: str, passages: int, dimension: int, options: IndexOptions) -> None:
+    """ValueError where an index of that type cannot be made of so many passages of that dimension."""
+    if index_type != "ivf_pq":
+        return
+    if passages < (least := MIN_TRAINING * CODEWORDS):
+        raise ValueError(
+            f"--index_type ivf_pq: expected at least {least:,} passages to learn the codes from, found {passages:,}; "
+            f"so few are searched fastest by --index_type flat"
+        )
+    if dimension % (options.pq_bytes or 1):
+        raise ValueError(f"--pq_bytes: found {options.pq_bytes}, expected a divisor of the dimension {dimension}")
+    if options.clusters(passages) > passages:
+        raise ValueError(f"--nlist: found {options.nlist}, expected at most as many as the {passages:,} passages")
+
+
 def _empty_hnsw(dimension: int, options: IndexOptions) -> Any:
     index = faiss.IndexHNSWFlat(dimension, HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
     index.hnsw.efConstruction = options.ef_construction
@@ -122,14 +138,7 @@ def _empty_hnsw(dimension: int, options: IndexOptions) -> Any:
 def _trained_ivf_pq(embeddings: Embeddings, options: IndexOptions) -> Any:
     """Clusters and product quantizer learned from a sample of the embeddings."""
     passages, dimension = len(embeddings), embeddings.origin.dimension
-    if passages < (least := MIN_TRAINING * CODEWORDS):
-        raise ValueError(
-            f"--index_type ivf_pq: expected at least {least:,} passages to learn the codes from, found {passages:,}; "
-            f"so few are searched fastest by --index_type flat"
-        )
     parts = options.pq_bytes or pq_bytes(dimension)
-    if dimension % parts:
-        raise ValueError(f"--pq_bytes: found {parts}, expected a divisor of the dimension {dimension}")
     clusters = options.clusters(passages)
     quantizer = faiss.IndexFlatIP(dimension)
     index = faiss.IndexIVFPQ(quantizer, dimension, clusters, parts, 8, faiss.METRIC_INNER_PRODUCT)
@@ -145,13 +154,24 @@ def save_index(index: Any, path: Path, description: dict[str, Any]) -> None:
     """Write the index and the JSON that says what it is of; each appears whole or not at all."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        faiss.write_index(index, str(partial))
+        _write(index, partial)
         description_path(path).unlink(missing_ok=True)  # never an old one beside a new index
         partial.replace(path)
         partial.write_text(json.dumps(description, indent=1))
         partial.replace(description_path(path))
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _write(index: Any, path: Path) -> None:
+    try:
+        faiss.write_index(index, str(path))
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise ValueError(
+            f"{path.parent}: the index cannot be written ({reason}); free disk space there, then run the same command "
+            f"again: the embeddings are kept"
+        ) from None
 
 
 def exact_search(embeddings: Embeddings, queries: np.ndarray, topk: int) -> np.ndarray:

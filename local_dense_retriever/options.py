@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,7 +91,7 @@ def _fault(args: argparse.Namespace) -> str | None:
     if not 1 <= args.topk <= MAX_TOPK:
         return f"--topk: found {args.topk}, expected 1 to {MAX_TOPK}"
     for flag, least in {"max_batch_size": 1, "max_wait_ms": 0, "max_queue": 1, "cache_size": 0}.items():
-        if getattr(args, flag) < least:
+        if not least <= getattr(args, flag) < math.inf:
             return f"--{flag}: found {getattr(args, flag)}, expected {least} or more"
     if args.faiss_threads is not None and args.faiss_threads < 1:
         return f"--faiss_threads: found {args.faiss_threads}, expected 1 or more"

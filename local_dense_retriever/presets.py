@@ -128,7 +128,10 @@ def _own_conventions(model: str) -> dict[str, Any]:
 def _read_json(model: str, name: str) -> Any:
     from transformers.utils import cached_file  # takes a second
 
-    path = cached_file(
-        model, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-    )
+    try:
+        path = cached_file(
+            model, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+    except OSError:  # no name of the hub, nor a folder: the encoder says so when it is loaded
+        return None
     return json.loads(Path(path).read_text()) if path else None

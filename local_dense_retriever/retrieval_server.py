@@ -57,7 +57,7 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         sock.close()
         raise ValueError(
-            f"cannot listen on {host}:{port}: {error}; choose another --port, or 0 for a free one"
+            f"cannot listen on {host}:{port}: {error}; choose another --port, 0 for a free one, or another --host"
         ) from None
     return sock
 
@@ -80,6 +80,8 @@ class Server(uvicorn.Server):
 
 def serve(args: argparse.Namespace) -> None:
     """Bind first, so that a port in use is known before anything big is loaded; then load and answer."""
+    if args.url_file is not None and not args.url_file.parent.is_dir():
+        raise ValueError(f"--url_file: expected a file in a folder that exists, found none at {args.url_file.parent}")
     sock = bind(args.host, args.port)
     allow_many_connections()
     started = time.monotonic()
@@ -125,6 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         serve(parse_args(__doc__, argv))
     except ValueError as error:
         logger.error("%s", error)
+        return 1
+    except OSError as error:
+        logger.error("%s; expected a corpus that can be read and a --url_file that can be written", error)
         return 1
     return 0
 

@@ -51,11 +51,17 @@ class Bm25Retriever:
         """An index of the passages' contents, in memory; some 100 bytes a word while it is built."""
         retriever = cls(bm25s.BM25(method="lucene"))
         tokens = retriever._tokenize((passage["contents"] for passage in passages), True, show_progress)
+        if not any(tokens.ids):
+            raise ValueError(
+                "BM25 finds no word in the corpus; expected passages of more than single letters and words like 'the': "
+                "give another --corpus_path, or a dense --retriever_name"
+            )
         retriever._index.index(tokens, show_progress=show_progress)
         return retriever
 
     def save(self, folder: Path | str, fingerprint: str) -> None:
         """Write the index into a folder; `fingerprint` is its corpus's."""
+        (Path(folder) / BM25_FACTS).unlink(missing_ok=True)  # without it an interrupted save is no index
         self._index.save(folder, show_progress=False)
         facts = {"fingerprint": fingerprint, "stemmed": self._stemmer is not None}
         (Path(folder) / BM25_FACTS).write_text(json.dumps(facts))

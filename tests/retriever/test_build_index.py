@@ -255,11 +255,48 @@ def test_a_bm25_index(corpus_path: Path, tmp_path: Path) -> None:
     assert hits[0].index == 7
 
 
-@pytest.mark.parametrize("flags", [("--batch_size", "0"), ("--shard", "3/2"), ("--index_type", "ball")])
+@pytest.mark.parametrize(
+    "flags", [("--batch_size", "0"), ("--shard", "3/2"), ("--seed", "-1"), ("--index_type", "ball")]
+)
 def test_bad_flags_are_refused(tmp_path: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run(tmp_path, tmp_path, *flags)
     assert f"{flags[0]}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--queries_path", "nowhere.txt"), "--queries_path: nowhere.txt cannot be read"),
+        (("--index_type", "flat", "ivf_pq"), "expected at least 9,984 passages"),
+        (("--retriever_name", "none", "--retriever_model", "/no/where"), "cannot load the encoder '/no/where'"),
+        (("--save_dir", "pyproject.toml"), "a folder --save_dir with space that can be written to"),
+        (("--save_dir", "pyproject.toml", "--retriever_name", "bm25"), "a folder --save_dir with space"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_is_encoded(
+    corpus_path: Path, tmp_path: Path, flags: tuple[str, ...], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run(corpus_path, tmp_path, *flags) == 1
+    assert reason in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"), [({"pq_bytes": 3}, "divisor of the dimension 4"), ({"nlist": 20_000}, "20000")]
+)
+def test_options_that_do_not_fit_are_told(option: dict[str, int], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        indices.check_options("ivf_pq", 10_000, 4, IndexOptions(**option))
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    index = faiss.IndexFlatIP(4)
+    index.add(np.zeros((100_000, 4), np.float32))
+    with pytest.raises(ValueError, match=r"/dev: the index cannot be written .*; free disk space"):
+        indices._write(index, Path("/dev/full"))
 
 
 def test_queries_come_from_a_file_or_from_passages(corpus_path: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from local_dense_retriever import dense, sizes
 from local_dense_retriever.corpus import Corpus, open_corpus
-from local_dense_retriever.dense import PROBE, DenseRetriever, load_dense, open_index
+from local_dense_retriever.dense import PROBE, DenseRetriever, load_dense, open_index, read_description
 from local_dense_retriever.presets import encoder_config
 from tests.retriever.minilm import contents, minilm, passages
 
@@ -119,6 +119,13 @@ def test_an_index_of_another_corpus_or_encoder_is_refused(folder: Path, change: 
     (folder / "other.index.json").write_text(json.dumps({**facts, **change}))
     with pytest.raises(ValueError, match=reason):
         load(folder, "other.index")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "3", '{"corpus": "x"}'])
+def test_a_broken_description_is_told(tmp_path: Path, content: str) -> None:
+    (tmp_path / "x.index.json").write_text(content)
+    with pytest.raises(ValueError, match=r"x.index.json is broken .*; expected what build_index.py writes"):
+        read_description(tmp_path / "x.index")
 
 
 @pytest.mark.parametrize("content", [b"", b"no index", b"IxFI"])

@@ -64,6 +64,11 @@ def test_batches_do_not_matter(batch_size: int, tokens: int, threads: int, monke
     np.testing.assert_allclose(encoder.encode_passages(contents(30)), minilm().encode_passages(contents(30)), atol=1e-5)
 
 
+def test_half_of_a_surrogate_pair_is_a_question_mark() -> None:
+    found = minilm().encode_passages(["ready \ud800 to go", "ready ? to go"])
+    np.testing.assert_allclose(found[0], found[1], atol=1e-6)
+
+
 def test_no_text_gives_no_row() -> None:
     assert minilm().encode_queries([]).shape == (0, 384)
 

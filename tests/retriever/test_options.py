@@ -62,6 +62,7 @@ def test_what_the_flags_load(folder: Path, corpus: Corpus, flags: str, kind: typ
     [
         ("--topk 0", "--topk: found 0, expected 1 to 100"),
         ("--max_batch_size 0", "--max_batch_size: found 0, expected 1 or more"),
+        ("--max_wait_ms nan", "--max_wait_ms: found nan, expected 0 or more"),
         ("--max_wait_ms -1", "--max_wait_ms: found -1.0, expected 0 or more"),
         ("--cache_size -1", "--cache_size: found -1"),
         ("--faiss_threads 0", "--faiss_threads: found 0"),

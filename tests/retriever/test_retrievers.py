@@ -56,6 +56,11 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pyte
         load_bm25(tmp_path / "index", corpus)
 
 
+def test_a_corpus_without_words_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="BM25 finds no word in the corpus; expected"):
+        Bm25Retriever.build(make_corpus(tmp_path, ["the", "", "a"]))
+
+
 def lucene_folder(tmp_path: Path) -> Path:
     (tmp_path / "lucene").mkdir()
     (tmp_path / "lucene/segments_1").touch()
