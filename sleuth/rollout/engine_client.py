@@ -14,6 +14,7 @@ import itertools
 import json
 import logging
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 ATTEMPTS = 4
 FIRST_WAIT_SECONDS = 0.5
 MAX_WAIT_SECONDS = 8.0
+WARNING_SECONDS = 5.0
+"""Between two warnings of failed attempts."""
 TRANSIENT_STATUS = frozenset({429, 500, 502, 503, 504})
 # What the contract of `generate` needs; the caller's parameters cannot change it.
 FIXED_SAMPLING_PARAMS = {
@@ -83,6 +86,7 @@ class EngineClient:
         self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=10.0)
         self._attempts = attempts
         self._wait = tenacity.wait_random_exponential(multiplier=first_wait, max=MAX_WAIT_SECONDS)
+        self._next_warning = 0.0
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -164,8 +168,16 @@ class EngineClient:
             is_transient=lambda error: isinstance(error, _TransientError),
             attempts=self._attempts,
             wait=self._wait,
-            before_sleep=lambda state: logger.warning("attempt %d: %s", state.attempt_number, failure(state)),
+            before_sleep=self._tell,
         )
+
+    def _tell(self, state: tenacity.RetryCallState) -> None:
+        """Where an engine dies, all its requests fail at once: the terminal gets one of them, the log file all."""
+        now = time.monotonic()
+        level = logging.INFO if now < self._next_warning else logging.WARNING
+        if level == logging.WARNING:
+            self._next_warning = now + WARNING_SECONDS
+        logger.log(level, "attempt %d: %s", state.attempt_number, failure(state))
 
     async def _request(self, url: str, path: str, data: bytes) -> dict[str, Any]:
         session = self._open_session()
@@ -174,12 +186,14 @@ class EngineClient:
                 answer = await response.read()
         except aiohttp.ConnectionTimeoutError as error:
             raise _TransientError(
-                f"{url}/{path} did not accept a connection: {error!r}; is the engine busy?"
+                f"{url}/{path} did not accept a connection ({type(error).__name__}: {error}); is the engine busy?"
             ) from error
         except TimeoutError as error:
             raise EngineError(f"{url}/{path} gave no answer within {self._timeout.total} s") from error
         except aiohttp.ClientError as error:
-            raise _TransientError(f"{url}/{path} cannot be reached: {error!r}; has the engine died?") from error
+            raise _TransientError(
+                f"{url}/{path} cannot be reached ({type(error).__name__}: {error}); has the engine died?"
+            ) from error
         if response.status in TRANSIENT_STATUS:
             raise _TransientError(f"{url}/{path} answered {response.status}: {_message(answer)} (see the engine's log)")
         if response.status != 200:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -240,6 +241,16 @@ def test_transient_answers_are_tried_again(status: int) -> None:
 def test_attempts_are_bounded() -> None:
     with pytest.raises(EngineError, match="answered 503: too busy"):
         scripted([(503, {"error": {"message": "too busy"}})], generate, attempts=3)
+
+
+def test_one_of_many_failures_is_told_on_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    async def many(client: EngineClient) -> None:
+        await asyncio.gather(*(client.generate([5], SAMPLING) for _ in range(12)), return_exceptions=True)
+
+    caplog.set_level(logging.INFO)
+    use(["http://127.0.0.1:1"], many, attempts=3, first_wait=0.01)
+    told = [record.levelno for record in caplog.records if "cannot be reached (ClientConnector" in record.message]
+    assert sorted(told) == [logging.INFO] * 23 + [logging.WARNING]
 
 
 def test_other_refusals_are_not_tried_again() -> None:
