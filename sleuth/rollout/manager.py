@@ -91,7 +91,8 @@ class RolloutManager:
 
     def probe_ids(self) -> list[int]:
         """A fixed sequence on which engines and trainer must agree."""
-        return self.rows[0].prompt_ids[:PROBE_TOKENS]
+        ids = self.rows[0].prompt_ids[:PROBE_TOKENS]
+        return ids if len(ids) > 1 else ids * 2  # the first has no log-probability, so one alone shows nothing
 
     def probe_engines(self) -> list[list[float]]:
         """Each engine's log-probabilities of the probe's tokens after the first, in nats, at temperature 1."""
