@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,8 @@ class SearchService:
 
 def _passages(items: Iterable[Any]) -> list[Passage]:
     try:
+        if isinstance(items, str | bytes | Mapping):  # whose letters or keys would pass for passages
+            raise TypeError(f"expected a list, found {str(items)[:200]!r}")
         return [to_passage(item) for item in items]
     except (ValueError, TypeError) as error:
         raise SearchError(f"the search backend's answer is not a list of passages: {error}", "response") from None

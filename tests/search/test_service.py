@@ -136,3 +136,12 @@ def test_few_failures_among_many_do_not() -> None:
 
 def test_nothing_searched_is_no_metric() -> None:
     assert drain_search_metrics() == {}
+
+
+@pytest.mark.parametrize("answer", ["one text", {"result": ["a passage"]}, None, 3, [{"score": 1}]])
+def test_an_answer_that_is_no_list_of_passages_is_a_failure(answer: Any) -> None:
+    async def search(query: str) -> Any:
+        return answer
+
+    with pytest.raises(SearchError, match="not a list of passages"):
+        run(lambda: SearchService(search, concurrency=1).search("q"))
