@@ -111,9 +111,7 @@ def _request(method: str, url: str, headers: dict[str, str], **options: Any) -> 
     if response.status_code < 400 or response.status_code == 416:
         if not response.is_redirect and response.headers.get("Content-Type", "").startswith("text/html"):
             response.close()
-            raise ValueError(
-                f"{url}: expected the file, found a web page; check --endpoint, or log in there"
-            )
+            raise ValueError(f"{url}: expected the file, found a web page; check --endpoint, or log in there")
         return response
     response.close()
     if response.status_code in (408, 429) or response.status_code >= 500:
