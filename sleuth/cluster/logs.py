@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
+
+import ray
 
 from sleuth.metrics.console import ProgressSafeHandler
 
@@ -35,4 +38,17 @@ def failure_message(error: Exception, run_dir: Path) -> str:
     """
     logger.info("the run ended with an error", exc_info=error)
     cause = getattr(error, "cause", None) or error
-    return f"error: {type(cause).__name__}: {cause}\n(traceback: {run_dir / 'logs' / 'driver.log'})"
+    told = _death(cause, run_dir) or f"{type(cause).__name__}: {cause}"
+    return f"error: {told}\n(traceback: {run_dir / 'logs' / 'driver.log'})"
+
+
+def _death(error: Exception, run_dir: Path) -> str | None:
+    """What Ray tells of a killed actor in many lines, in one; None for other errors."""
+    found = re.search(r"class_name: (\w+).*?pid: (\d+)", str(error), re.DOTALL)
+    if not isinstance(error, ray.exceptions.RayActorError) or not found or "creation task" in str(error):
+        return None
+    return (
+        f"expected {found[1]} (process {found[2]}) to live until the end, found it dead: killed, or out of memory "
+        f"(its log is in {run_dir / 'logs'}); start again, with --load and the folder of --save to go on from the last "
+        "checkpoint"
+    )
