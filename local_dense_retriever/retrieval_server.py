@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -88,6 +89,8 @@ def serve(args: argparse.Namespace) -> None:
     corpus = open_corpus(args.corpus_path)
     retriever = load_retriever(args, corpus)
     logger.info("%d passages ready after %.1f s", len(corpus), time.monotonic() - started)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: a full collection would go through all of it, many times a minute
     host = f"[{args.host}]" if ":" in args.host else args.host
     app = create_app(retriever, lambda index: passage_json(corpus, index), args.topk, batching_config(args))
     config = uvicorn.Config(
