@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,16 +80,20 @@ class MisConfig(BaseModel):
 
     @classmethod
     def of(cls, args: Any) -> Self:
-        """From a run's arguments (`custom_config`, `use_tis`), or any object whose attributes are these keys."""
+        """From a run's arguments (`custom_config`, `use_tis`), a mapping, or any object with these as attributes."""
         if isinstance(args, cls):
             return args
-        values = {name: getattr(args, name) for name in cls.model_fields if hasattr(args, name)}
-        custom = getattr(args, "custom_config", {})
-        values |= {name: custom[name] for name in cls.model_fields if name in custom}
+        values = dict(args) if isinstance(args, Mapping) else cls._attributes(args)
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             raise ValueError("mis.yaml: " + "; ".join(map(_sentence, error.errors()))) from None
+
+    @classmethod
+    def _attributes(cls, args: Any) -> dict[str, Any]:
+        values = {name: getattr(args, name) for name in cls.model_fields if hasattr(args, name)}
+        custom = getattr(args, "custom_config", {})
+        return values | {name: custom[name] for name in cls.model_fields if name in custom}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -124,7 +129,12 @@ def _sentence(error: Any) -> str:
 
 def check_args(args: Any) -> None:
     """Raise ValueError for settings that are wrong; called before a run starts anything."""
-    MisConfig.of(args)
+    folder = MisConfig.of(args).mis_dump_dir
+    if folder is None:
+        return
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ValueError(f"mis_dump_dir: expected a folder that can be written, found {existing}; choose another")
 
 
 def compute_mis_weights_with_cp(
@@ -163,6 +173,7 @@ def compute_mis_weights_with_cp(
     return torch.where(kept, pg_loss * factor, 0.0), masks, metrics
 
 
+@torch.no_grad()  # weights are factors: no gradient goes through them, whatever the log-probabilities require
 def compute_mis_weights(
     args: Any,
     *,
@@ -181,6 +192,12 @@ def compute_mis_weights(
     infinite at trainable tokens with `mis_nonfinite: stop`, or in every sample.
     """
     config = MisConfig.of(args)
+    for name, values in (
+        ("loss_masks", loss_masks),
+        ("train_log_probs", train_log_probs),
+        ("rollout_log_probs", rollout_log_probs),
+    ):
+        _check_rows(name, values)
     lengths = [len(mask) for mask in loss_masks]
     for name, values in (("train_log_probs", train_log_probs), ("rollout_log_probs", rollout_log_probs)):
         if [len(value) for value in values] != lengths:
@@ -193,10 +210,24 @@ def compute_mis_weights(
     maxima = _reduce(_maxima(parts, samples), "max", reduce)
     totals = _reduce(_totals(parts, samples, maxima["sample_log_ratio"]), "sum", reduce)
     _check_finite(config, totals)
+    if totals["samples"] and not totals["kept_samples"]:
+        logger.warning(
+            "every sample of this optimizer step is rejected, so nothing is learned from it; widen the bounds"
+        )
     norm = totals["weights"] / totals["units"] if config.tis_batch_normalize and totals["weights"] else 1.0
     rows = [part.weights if norm == 1.0 else part.weights / norm for part in parts]
     weights = [w for row, block in zip(rows, _blocks(lengths), strict=True) for w in row.split(lengths[block])]
     return weights, [mask for part in parts for mask in part.masks], _metrics(config, totals, maxima, norm)
+
+
+def _check_rows(name: str, values: Sequence[Tensor]) -> None:
+    for number, value in enumerate(values):
+        if not torch.is_tensor(value) or value.dim() != 1:
+            found = f"one of shape {list(value.shape)}" if torch.is_tensor(value) else type(value).__name__
+            raise ValueError(
+                f"expected {name} as a list of 1-D tensors, one a sample, found {found} at {number}; give each "
+                "sample's row for itself"
+            )
 
 
 def _blocks(lengths: Sequence[int]) -> Iterator[slice]:

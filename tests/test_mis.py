@@ -178,6 +178,24 @@ def test_any_floating_type_is_taken(dtype: torch.dtype) -> None:
     assert all(weight.dtype == torch.float32 for weight in weights)
 
 
+def test_log_probabilities_may_require_gradients() -> None:
+    samples = make_samples()
+    wanted, _, _ = compute_mis_weights({"use_tis": True, "use_rs": True}, **samples)
+    for name in ("train_log_probs", "rollout_log_probs"):
+        samples[name] = [values.clone().requires_grad_() for values in samples[name]]
+    weights, _, _ = compute_mis_weights({"use_tis": True, "use_rs": True}, **samples)
+    assert torch.equal(torch.cat(weights), torch.cat(wanted))
+    assert not torch.cat(weights).requires_grad
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(1, 3), torch.tensor(0.0), [0.0, 0.0, 0.0]])
+@pytest.mark.parametrize("name", ["train_log_probs", "rollout_log_probs", "loss_masks"])
+def test_what_is_not_a_row_a_sample_is_named(name: str, wrong: Any) -> None:
+    samples: dict[str, Any] = {key: [torch.ones(3)] for key in make_samples()}
+    with pytest.raises(ValueError, match=f"expected {name} as a list of 1-D tensors"):
+        compute_mis_weights(MisConfig(use_tis=True), **samples | {name: [wrong]})
+
+
 def test_half_precision_extremes_stay_finite() -> None:
     extremes = torch.tensor([-65504.0, 65504.0, 0.0], dtype=torch.float16)
     for settings in COMBINATIONS:
@@ -379,6 +397,28 @@ def test_mis_yaml_holds_the_defaults_of_every_key() -> None:
 def test_what_is_refused_and_why(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_args(SimpleNamespace(**settings))
+
+
+def test_a_step_without_a_sample_left_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    bounds = {"tis_lower_bound": 1.0, "tis_upper_bound": 1.0 + 1e-9}
+    settings = {"use_tis": True, "tis_mode": "mask", "tis_batch_normalize": True} | bounds
+    weights, _, found = compute_mis_weights(settings, **make_samples())
+    assert found["mis/rejected_sample_fraction"] == 1.0
+    assert torch.cat(weights).count_nonzero() == 0
+    assert "every sample of this optimizer step is rejected" in caplog.text
+
+
+def test_settings_may_be_a_mapping() -> None:
+    assert MisConfig.of({"use_tis": True}) == MisConfig(use_tis=True)
+    with pytest.raises(ValueError, match="tis_levle: Extra inputs are not permitted"):
+        MisConfig.of({"use_tis": True, "tis_levle": "token"})
+
+
+def test_a_folder_for_dumps_must_be_one_that_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    check_args(SimpleNamespace(use_tis=True, mis_dump_dir=tmp_path / "new/folder"))
+    with pytest.raises(ValueError, match=f"mis_dump_dir: expected a folder .*, found {tmp_path / 'file'}; choose"):
+        check_args(SimpleNamespace(use_tis=True, mis_dump_dir=tmp_path / "file"))
 
 
 def test_unbounded_weights_are_allowed() -> None:
