@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
@@ -176,9 +176,17 @@ def parse_request(body: bytes) -> RetrieveRequest:
     try:
         return RetrieveRequest.model_validate_json(body)
     except ValidationError as error:
-        faults = error.errors(include_url=False, include_context=False, include_input=False)
-    detail = "; ".join(f"{_place(fault['loc'])}: {fault['msg']}" for fault in faults[:5])
+        faults = error.errors(include_url=False, include_context=False)
+    detail = "; ".join(f"{_place(fault['loc'])}: {fault['msg']}{_found(fault)}" for fault in faults[:5])
     raise HTTPException(422, detail)
+
+
+def _found(fault: Mapping[str, Any]) -> str:
+    """What was there instead, where it is short enough to be told."""
+    value = fault["input"]
+    return (
+        f", found {value!r}" if isinstance(value, int | float) or (isinstance(value, str) and len(value) < 80) else ""
+    )
 
 
 def _place(location: Sequence[int | str]) -> str:

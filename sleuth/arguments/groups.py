@@ -147,8 +147,8 @@ class RolloutArgs(Group):
     update_weights_interval: PositiveInt = Field(
         1,
         description="Steps between updates of the engines' weights; above 1 they sample from a policy that lags by up "
-        "to one step less. Weights also go before an evaluation and at the end. Above 1 colocated engines keep their "
-        "weights on the GPU while the trainer works.",
+        "to one step less. Weights also go at the start, before an evaluation and at the end. Above 1 "
+        "colocated engines keep their weights on the GPU while the trainer works.",
     )
     update_weights_through: Literal["tensor", "disk"] = Field(
         "tensor",

@@ -114,7 +114,8 @@ def _read_parquet(path: Path, wanted: slice, limit: int | None) -> tuple[list[st
 def _read_jsonl(path: Path, wanted: slice, limit: int | None) -> tuple[list[str], list[dict[str, Any]], int]:
     rows = []
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8-sig") as file:  # some editors begin a file with a byte order mark
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     rows.append(_parse_line(line, path, number))

@@ -153,8 +153,8 @@ def reward_explanation(record: dict[str, Any]) -> str:
 def findings(record: dict[str, Any]) -> list[tuple[str, str]]:
     """What was expected, what was answered, and what was wrong with the format or the run, as far as it is known."""
     found = [("Expected", expected(record))]
-    if "answered" in record["reward_components"]:
-        found.append(("Answered", "nothing" if record.get("answer") is None else str(record["answer"])))
+    if "answered" in record["reward_components"] and "answer" in record:
+        found.append(("Answered", "nothing" if record["answer"] is None else str(record["answer"])))
     if record.get("invalid_reason"):
         found.append(("Invalid format", str(record["invalid_reason"])))
     if record["error"]:

@@ -130,3 +130,9 @@ def test_the_hubs_refusal_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_numpy_becomes_plain() -> None:
     value = {"a": np.array([{"role": "user"}], dtype=object), "b": np.int64(3), "c": [np.float32(0.5)]}
     assert plain(value) == {"a": [{"role": "user"}], "b": 3, "c": [0.5]}
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert read_records(str(path)).rows == [{"prompt": "a"}, {"prompt": "b"}]
