@@ -126,5 +126,5 @@ def test_every_hook_of_a_run_is_checked_the_importance_sampling_too():
 def test_a_module_of_hooks_checks_its_own_settings():
     path = "generate_with_search.generate"
     wrong = {"search_r1": {"search_backend": "bing"}}
-    with pytest.raises(ValueError, match="no search backend named 'bing'; expected local, google"):
+    with pytest.raises(ValueError, match="no search backend is named 'bing'; expected local, google"):
         check_hooks(flags(custom_generate_function_path=path, custom_config=wrong))
