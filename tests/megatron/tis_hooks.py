@@ -35,8 +35,6 @@ def reject_and_normalise(
     train_log_probs: list[Tensor],
     rollout_log_probs: list[Tensor],
     loss_masks: list[Tensor],
-    total_lengths: list[int],
-    response_lengths: list[int],
     **kwargs: Any,
 ) -> tuple[Tensor, list[Tensor], dict[str, Any]]:
     """Weights with mean 1 over the whole step, and no token whose ratio is above 1.5."""
@@ -51,11 +49,8 @@ def reject(
     args: Any,
     *,
     pg_loss: Tensor,
-    train_log_probs: list[Tensor],
     rollout_log_probs: list[Tensor],
     loss_masks: list[Tensor],
-    total_lengths: list[int],
-    response_lengths: list[int],
     **kwargs: Any,
 ) -> tuple[Tensor, list[Tensor], dict[str, Any]]:
     """No weights; no token that the engine found less likely than REJECTED_BELOW nats."""
