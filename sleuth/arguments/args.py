@@ -18,6 +18,7 @@ from sleuth.arguments.groups import (
     HookArgs,
     LogArgs,
     RolloutArgs,
+    SearchArgs,
 )
 from sleuth.arguments.train_groups import (
     BatchArgs,
@@ -32,6 +33,7 @@ from sleuth.arguments.train_groups import (
 # Pydantic takes the fields of the last base first, and a default may be computed from fields before it.
 class Args(
     LogArgs,
+    SearchArgs,
     HookArgs,
     NumericsArgs,
     ModelArgs,

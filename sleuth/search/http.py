@@ -6,10 +6,12 @@ import asyncio
 import email.utils
 import logging
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import lru_cache
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import tenacity
@@ -39,6 +41,17 @@ class SearchError(RuntimeError):
         self.kind: SearchErrorKind = kind
         self.retryable = retryable
         self.retry_after = retry_after
+
+
+def check_http_url(url: str) -> str:
+    """The URL itself; ValueError if nothing could be asked under it."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and not re.search(r"\s", url) and parts.port != 0:
+            return url
+    except ValueError:  # of a port or an IPv6 address
+        pass
+    raise ValueError("expected a URL such as http://127.0.0.1:8000/retrieve")
 
 
 async def request_text(method: str, url: str, *, timeout: float, hidden: str | None = None, **options: Any) -> str:

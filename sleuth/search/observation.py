@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
+from sleuth.tokens import encode
+
 OBSERVATION_HEAD = "\n\n<information>"
 OBSERVATION_TAIL = "</information>\n\n"
 LONGEST_WORD = 30
@@ -95,21 +97,6 @@ def _shortened_observation(
 @lru_cache(maxsize=8)
 def _empty_observation(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(encode(_frame([]), tokenizer).ids)
-
-
-def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> Encoding:
-    """The text's ids and offsets, without special tokens at its ends."""
-    backend = tokenizer.backend_tokenizer
-    if backend.truncation is None and backend.padding is None:
-        return backend.encode(text, add_special_tokens=False)  # without the tokenizer's pool of threads
-    encodings = tokenizer(text, add_special_tokens=False).encodings
-    assert encodings is not None  # a tokenizer with a backend gives them
-    return encodings[0]
-
-
-def decode(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of token ids as they are, special tokens included."""
-    return tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def _token_starts(lines: Sequence[str], encoding: Encoding) -> list[list[int]]:
