@@ -9,7 +9,7 @@ import yaml
 from pydantic import model_validator
 
 from sleuth.arguments.checks import find_problems
-from sleuth.arguments.groups import (
+from sleuth.arguments.run_flags import (
     CheckpointArgs,
     ClusterArgs,
     DataArgs,
@@ -19,7 +19,7 @@ from sleuth.arguments.groups import (
     LogArgs,
     RolloutArgs,
 )
-from sleuth.arguments.train_groups import (
+from sleuth.arguments.train_flags import (
     BatchArgs,
     LossArgs,
     ModelArgs,

@@ -8,9 +8,9 @@ from typing import Any, Protocol, TypeVar
 
 from sleuth.arguments.args import Args
 from sleuth.arguments.checks import divisibility_problems, expert_problems, flag
-from sleuth.arguments.files import read_config
+from sleuth.arguments.files_check import read_config
 from sleuth.arguments.parser import ArgumentsError
-from sleuth.arguments.train_groups import ModelArgs
+from sleuth.arguments.train_flags import ModelArgs
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from sleuth.arguments.args import Args
 from sleuth.arguments.checks import HOOK_SECTIONS, flag
-from sleuth.arguments.groups import Group
+from sleuth.arguments.run_flags import Group
 
 NOT_FLAGS = {"custom_config"}
 
