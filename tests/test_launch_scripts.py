@@ -159,7 +159,8 @@ def test_dry_run_refuses_what_cannot_work(hooks: dict[str, str], flags: list[str
 def test_an_unknown_model_is_refused():
     result = dry_run(MODEL="qwen9")
     assert result.returncode == 2
-    assert "expected one of scripts/models/*.sh, found 'qwen9'" in result.stderr
+    names = "qwen2.5-0.5B qwen2.5-1.5B qwen2.5-3B qwen2.5-7B qwen3-0.6B qwen3-1.7B qwen3-30B-A3B qwen3-4B qwen3-8B"
+    assert f"expected one of {names} (the files of scripts/models/), found 'qwen9'" in result.stderr
 
 
 def test_missing_files_stop_a_real_run_before_ray_starts(hooks: dict[str, str], tmp_path: Path):
