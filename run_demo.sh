@@ -145,7 +145,7 @@ END
     echo "== torch_dist -> HF"
     run $PYTHON tools/convert_torch_dist_to_hf.py --load "$RUN_DIR/checkpoints" --hf-checkpoint "$MODEL" --save "$RUN_DIR/hf"
 
-    $PYTHON tools/demo_report.py --run-dir "$RUN_DIR" --started "$STARTED"
+    $PYTHON tools/demo/report.py --run-dir "$RUN_DIR" --started "$STARTED"
 }
 
 main "$@"; exit

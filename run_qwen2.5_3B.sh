@@ -26,7 +26,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 
 MODEL="${MODEL:-qwen2.5-3B}"
 if [[ ! -f "scripts/models/$MODEL.sh" ]]; then
-    echo "MODEL: expected one of scripts/models/*.sh, found '$MODEL'" >&2
+    known=(scripts/models/*.sh)
+    known=("${known[@]##*/}")
+    echo "MODEL: expected one of ${known[*]%.sh} (the files of scripts/models/), found '$MODEL'" >&2
     exit 2
 fi
 # shellcheck source=scripts/models/qwen2.5-3B.sh

@@ -12,7 +12,7 @@ import sys
 from rich.console import Console
 
 from sleuth.arguments import Args, check_files, check_model, config_table, parse_args_or_exit, read_hf_config
-from sleuth.arguments.files import LATEST
+from sleuth.arguments.files_check import LATEST
 from sleuth.cluster.logs import configure_logging, failure_message
 from sleuth.cluster.preflight import check_data, check_disk
 from sleuth.cluster.run import Run, start_run

@@ -198,7 +198,7 @@ class Ours:
         self.trainer = Trainer(self.args)
 
     def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        from sleuth.rollout.batch import shard_batch
+        from sleuth.rollout.train_batches import shard_batch
 
         (steps,) = shard_batch(self.args, list(samples))
         return self.trainer.train(steps)

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, PositiveFloat
 from rich.console import Console
 from rich.table import Table
 
 from sleuth.arguments import Args, ArgumentsError, Group, check_files, check_model, parse_args, read_hf_config
-from sleuth.arguments.known_models import KNOWN_MODELS, known_model
+from sleuth.arguments.model_check import fit_to_model
+from sleuth.arguments.model_scripts import known_model, known_models
 from sleuth.hooks import check_hooks
 
 GB = 1e9
@@ -180,16 +180,14 @@ def resolve(args: PlanArgs) -> tuple[PlanArgs, str]:
     Raises ValueError where the flags contradict it, or where it cannot be known.
     """
     if (Path(args.hf_checkpoint) / "config.json").is_file():
-        config: Mapping[str, Any] | None = read_hf_config(args)
-        source = f"{args.hf_checkpoint}/config.json"
-    else:
-        config, source = known_model(args.hf_checkpoint), "the built-in table (the model is not here yet)"
-    if config is None:
+        return check_model(args, read_hf_config(args)), f"{args.hf_checkpoint}/config.json"
+    known = known_model(args.hf_checkpoint)
+    if known is None:
         raise ArgumentsError(
-            f"--hf-checkpoint: expected a folder with config.json, or named after one of {', '.join(KNOWN_MODELS)} to "
-            f"plan with; found {args.hf_checkpoint}"
+            f"--hf-checkpoint: expected a folder with config.json, or named after one of {', '.join(known_models())} "
+            f"to plan with; found {args.hf_checkpoint}"
         )
-    return check_model(args, config), source
+    return fit_to_model(args, known.shape, known.context, known.script), f"{known.script} (the model is not here yet)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

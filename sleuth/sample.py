@@ -141,8 +141,8 @@ class TokenTrace:
         for position, (mask, value) in enumerate(zip(self.loss_mask, self.log_probs, strict=True)):
             if mask not in (0, 1) or not -math.inf < value <= MAX_LOG_PROB or (mask == 0 and value != 0.0):
                 raise ValueError(
-                    f"response token {position}: expected mask 1 with a log-probability <= 0, or mask 0 with 0.0, found "
-                    f"mask {mask} with {value}"
+                    f"response token {position}: expected mask 1 with a log-probability <= 0, or mask 0 with 0.0, "
+                    f"found mask {mask} with {value}"
                 )
         self._check_ids(vocab_size)
         if not self.segments:
@@ -167,8 +167,8 @@ class TokenTrace:
             masks = set(self.loss_mask[segment.start : segment.end])
             if masks != {int(segment.source == "model")}:
                 raise ValueError(
-                    f"segment [{segment.start}, {segment.end}) of the {segment.source}: expected mask 1 exactly on what "
-                    f"the model generated, found {sorted(masks)}"
+                    f"segment [{segment.start}, {segment.end}) of the {segment.source}: expected mask 1 exactly on "
+                    f"what the model generated, found {sorted(masks)}"
                 )
             position = segment.end
         if position != len(self.response_ids):
@@ -255,10 +255,8 @@ class Sample:
             )
         for name, value in components.items():
             if not _is_finite_number(value):
-                raise ValueError(
-                    f"expected a finite number or a dictionary of finite numbers, found {value!r:.80} ({type(value).__name__})"
-                    + (f" as {name}" if isinstance(result, Mapping) else "")
-                )
+                found = f"{value!r:.80} ({type(value).__name__})" + (f" as {name}" if components is result else "")
+                raise ValueError(f"expected a finite number or a dictionary of finite numbers, found {found}")
         self.reward = float(components["reward"])
         self.reward_components = {str(name): float(value) for name, value in components.items() if name != "reward"}
 

@@ -14,18 +14,17 @@ from sleuth.arguments import (
     check_tokenizer,
     parse_args,
 )
-from sleuth.arguments.known_models import KNOWN_MODELS, known_model
 from tests.flags import parse
+from tests.published_configs import PUBLISHED
 
 
 def test_model_flags_are_filled_in_from_the_config():
-    args = check_model(parse(), KNOWN_MODELS["qwen2.5-3B"])
+    args = check_model(parse(), PUBLISHED["qwen2.5-3B"])
     assert (args.num_layers, args.kv_channels, args.add_qkv_bias, args.qk_layernorm) == (36, 128, True, False)
     assert args.untie_embeddings_and_output_weights is False
     assert args.rollout_max_context_len == 32768
     assert (
-        check_model(parse("--rollout-max-context-len", "512"), KNOWN_MODELS["qwen2.5-3B"]).rollout_max_context_len
-        == 512
+        check_model(parse("--rollout-max-context-len", "512"), PUBLISHED["qwen2.5-3B"]).rollout_max_context_len == 512
     )
 
 
@@ -42,7 +41,7 @@ def test_model_flags_are_filled_in_from_the_config():
 )
 def test_a_contradiction_with_the_config_names_both_values(flags: list[str], parts: list[str]):
     with pytest.raises(ArgumentsError) as caught:
-        check_model(parse(*flags), KNOWN_MODELS["qwen2.5-3B"])
+        check_model(parse(*flags), PUBLISHED["qwen2.5-3B"])
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
@@ -57,14 +56,14 @@ def test_a_contradiction_with_the_config_names_both_values(flags: list[str], par
 )
 def test_models_that_are_not_supported_are_refused(change: dict[str, Any], message: str):
     with pytest.raises(ArgumentsError, match=message):
-        check_model(parse(), {**KNOWN_MODELS["qwen2.5-3B"], **change})
+        check_model(parse(), {**PUBLISHED["qwen2.5-3B"], **change})
 
 
 EIGHT = ("--actor-num-gpus-per-node", "8")
 
 
 def test_a_mixture_of_experts_is_filled_in_from_either_spelling_of_its_config():
-    config = KNOWN_MODELS["qwen3-30B-A3B"]
+    config = PUBLISHED["qwen3-30B-A3B"]
     newer = {**config, "num_local_experts": config["num_experts"]}
     del newer["num_experts"]
     for spelling in (config, newer):
@@ -98,19 +97,13 @@ def test_a_mixture_of_experts_is_filled_in_from_either_spelling_of_its_config():
 )
 def test_experts_that_do_not_fit_are_refused(name: str, flags: list[str], change: dict[str, Any], message: str):
     with pytest.raises(ArgumentsError, match=message):
-        check_model(parse(*EIGHT, *flags), {**KNOWN_MODELS[name], **change})
+        check_model(parse(*EIGHT, *flags), {**PUBLISHED[name], **change})
 
 
 def test_the_layout_must_divide_the_models_vocabulary():
     layout = ("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2")
     with pytest.raises(ArgumentsError, match="must divide --vocab-size 151937"):
-        check_model(parse(*layout), {**KNOWN_MODELS["qwen2.5-3B"], "vocab_size": 151937})
-
-
-def test_known_models_are_found_by_the_name_of_their_folder():
-    assert known_model("/models/Qwen2.5-3B-Instruct") is KNOWN_MODELS["qwen2.5-3B"]
-    assert known_model("Qwen3-0.6B") is KNOWN_MODELS["qwen3-0.6B"]
-    assert known_model("Qwen2.5-32B") is None
+        check_model(parse(*layout), {**PUBLISHED["qwen2.5-3B"], "vocab_size": 151937})
 
 
 class Words:

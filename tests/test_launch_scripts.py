@@ -1,4 +1,4 @@
-"""The shell scripts: models' shapes against their published values, dry runs, and what is stopped."""
+"""The shell scripts: what is planned for the models they name, dry runs, and what is stopped."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from sleuth.arguments import ModelArgs, model_flags, parse_args
-from sleuth.arguments.known_models import KNOWN_MODELS
+from sleuth.arguments import parse_args
 from sleuth.plan import PlanArgs, main, memory_plan, micro_batches, num_parameters, resolve
+from tests.published_configs import PUBLISHED
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "run_qwen2.5_3B.sh"
@@ -25,11 +25,6 @@ HOOKS = """
 async def generate(args, sample, sampling_params, evaluation=False): ...
 async def reward_func(args, sample, **kwargs): ...
 """
-
-
-def model_args(name: str) -> list[str]:
-    command = f'source "scripts/models/{name}.sh"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
-    return subprocess.run(["bash", "-c", command], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -51,21 +46,6 @@ def hooks(tmp_path: Path) -> dict[str, str]:
 
 
 STAND_IN = ("--custom-generate-function-path", "stand_in.generate", "--custom-rm-path", "stand_in.reward_func")
-
-
-def test_there_is_a_script_for_every_known_model():
-    assert {path.stem for path in (ROOT / "scripts/models").glob("*.sh")} == set(KNOWN_MODELS)
-
-
-@pytest.mark.parametrize("name", KNOWN_MODELS)
-def test_model_scripts_state_the_published_values(name: str):
-    given = parse_args(model_args(name), model=ModelArgs).model_dump(exclude_none=True)
-    published = model_flags(KNOWN_MODELS[name])
-    assert given == {flag: published[flag] for flag in given}
-    for flag in ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups", "vocab_size"):
-        assert flag in given
-    absent = {flag for flag in published if flag not in given and published[flag] is True}
-    assert not absent, "what is switched on must be said"
 
 
 # Parameters in billions, as the models' cards state them.
@@ -179,7 +159,8 @@ def test_dry_run_refuses_what_cannot_work(hooks: dict[str, str], flags: list[str
 def test_an_unknown_model_is_refused():
     result = dry_run(MODEL="qwen9")
     assert result.returncode == 2
-    assert "expected one of scripts/models/*.sh, found 'qwen9'" in result.stderr
+    names = "qwen2.5-0.5B qwen2.5-1.5B qwen2.5-3B qwen2.5-7B qwen3-0.6B qwen3-1.7B qwen3-30B-A3B qwen3-4B qwen3-8B"
+    assert f"expected one of {names} (the files of scripts/models/), found 'qwen9'" in result.stderr
 
 
 def test_missing_files_stop_a_real_run_before_ray_starts(hooks: dict[str, str], tmp_path: Path):
@@ -211,7 +192,7 @@ def test_the_demo_refuses_wrong_options_before_anything_starts(options: list[str
 
 
 def test_the_plan_warns_of_memory_that_does_not_fit(capsys: pytest.CaptureFixture[str], hooks: dict[str, str]):
-    flags = [*model_args("qwen2.5-7B"), "--hf-checkpoint", "Qwen2.5-7B", "--prompt-data", "x.parquet", "--colocate"]
+    flags = ["--hf-checkpoint", "Qwen2.5-7B", "--prompt-data", "x.parquet", "--colocate"]
     assert main([*flags, "--custom-rm-path", "tests.test_launch_scripts.reward", "--gpu-memory-gb", "24"]) == 0
     notes = capsys.readouterr().out
     assert "the trainer needs about" in notes
@@ -222,14 +203,23 @@ async def reward(args: object, sample: object, **kwargs: object) -> float:
     return 0.0
 
 
+def test_a_plan_without_the_model_names_the_script_that_it_reads(capsys: pytest.CaptureFixture[str]):
+    flags = ["--hf-checkpoint", "models/Qwen2.5-7B", "--prompt-data", "x.parquet", "--colocate"]
+    flags += ["--custom-rm-path", "tests.test_launch_scripts.reward"]
+    assert main(flags) == 0
+    assert "scripts/models/qwen2.5-7B.sh (the model is not here yet)" in capsys.readouterr().out
+    assert main([*flags, "--num-layers", "35"]) == 2
+    assert "the flag says 35, scripts/models/qwen2.5-7B.sh says 28" in capsys.readouterr().err
+
+
 def test_the_plan_reads_a_models_own_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["qwen2.5-0.5B"]))
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["qwen2.5-3B"]))
     (tmp_path / "tokenizer.json").write_text("{}")
     flags = ["--hf-checkpoint", str(tmp_path), "--prompt-data", "x.parquet", "--colocate"]
     assert main([*flags, "--custom-rm-path", "tests.test_launch_scripts.reward"]) == 0
     out = capsys.readouterr().out
     assert "config.json" in out
-    assert "0.49 billion" in out
+    assert "3.09 billion" in out
 
 
 @pytest.fixture

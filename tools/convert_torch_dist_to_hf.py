@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sleuth.arguments import Group, parse_args_or_exit
-from sleuth.arguments.groups import DType
+from sleuth.arguments.run_flags import DType
 
 
 class ExportGroup(Group):

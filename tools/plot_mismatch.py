@@ -26,8 +26,9 @@ from matplotlib.figure import Figure
 if not __package__:  # run as a script: make the project importable
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sleuth.metrics.jsonl import metric_series, read_metrics
-from sleuth.metrics.plots import evaluation_metric
+from sleuth.metrics.jsonl import read_metrics
+from tools.plots import evaluation_metric
+from tools.run_dir import metric_series
 
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8d6a9f")
 Named = list[tuple[str, Path]]

@@ -3,7 +3,7 @@
     python tools/plot_runs.py runs/demo/a runs/demo/b --output docs/images/demo_curves.png
 
 Runs are named by the seed that their configuration holds, or by their folder. The table is made of their
-`summary.json`, which tools/demo_report.py writes.
+`summary.json`, which tools/demo/report.py writes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 if not __package__:  # run as a script: make the project importable
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sleuth.metrics.plots import plot_runs
-from sleuth.metrics.run_dir import read_configuration
+from tools.plots import plot_runs
+from tools.run_dir import read_configuration
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,5 +1,5 @@
 # The shape of Qwen2.5-1.5B, to be sourced: sets MODEL_ARGS. It ties its embeddings.
-# shellcheck shell=bash disable=SC2034  # MODEL_ARGS is for the script that sources this
+# shellcheck shell=bash disable=SC2034  # these are for the script that sources this
 MODEL_ARGS=(
     --swiglu
     --num-layers 28
@@ -16,3 +16,4 @@ MODEL_ARGS=(
     --num-query-groups 2
     --vocab-size 151936
 )
+MAX_POSITION_EMBEDDINGS=131072 # tokens; for a plan before the model is here

@@ -1,5 +1,5 @@
 # The shape of Qwen2.5-7B, to be sourced: sets MODEL_ARGS. It has its own output matrix.
-# shellcheck shell=bash disable=SC2034  # MODEL_ARGS is for the script that sources this
+# shellcheck shell=bash disable=SC2034  # these are for the script that sources this
 MODEL_ARGS=(
     --swiglu
     --num-layers 28
@@ -17,3 +17,4 @@ MODEL_ARGS=(
     --vocab-size 152064
     --untie-embeddings-and-output-weights
 )
+MAX_POSITION_EMBEDDINGS=131072 # tokens; for a plan before the model is here

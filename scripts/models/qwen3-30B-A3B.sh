@@ -1,5 +1,5 @@
 # The shape of Qwen3-30B-A3B, to be sourced: sets MODEL_ARGS. A mixture of experts with its own output matrix.
-# shellcheck shell=bash disable=SC2034  # MODEL_ARGS is for the script that sources this
+# shellcheck shell=bash disable=SC2034  # these are for the script that sources this
 MODEL_ARGS=(
     --swiglu
     --num-layers 48
@@ -21,3 +21,4 @@ MODEL_ARGS=(
     --moe-router-topk 8
     --moe-ffn-hidden-size 768
 )
+MAX_POSITION_EMBEDDINGS=40960 # tokens; for a plan before the model is here

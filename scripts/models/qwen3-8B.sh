@@ -1,5 +1,5 @@
 # The shape of Qwen3-8B, to be sourced: sets MODEL_ARGS. It has its own output matrix.
-# shellcheck shell=bash disable=SC2034  # MODEL_ARGS is for the script that sources this
+# shellcheck shell=bash disable=SC2034  # these are for the script that sources this
 MODEL_ARGS=(
     --swiglu
     --num-layers 36
@@ -18,3 +18,4 @@ MODEL_ARGS=(
     --vocab-size 151936
     --untie-embeddings-and-output-weights
 )
+MAX_POSITION_EMBEDDINGS=40960 # tokens; for a plan before the model is here

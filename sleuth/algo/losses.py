@@ -1,7 +1,7 @@
 """Per-token losses of the policy: clipped surrogate, KL to a reference, importance weights.
 
 Everything is elementwise over packed tokens [T]; log-probabilities are in nats. How tokens are
-weighted into one number is `sleuth.algo.batch`'s business (`weighted_sum` here only adds up).
+weighted into one number is `sleuth.algo.optimizer_steps`'s business (`weighted_sum` here only adds up).
 
 Where a `mask` [T] is given, entries at which it is zero are replaced *before* any arithmetic, never
 multiplied away: NaN or infinity there reaches neither a loss nor a gradient.

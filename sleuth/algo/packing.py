@@ -6,7 +6,7 @@ the same lengths give the same plan.
 
 Empty micro-batches: none where the number of samples divides by the number of ranks (what
 `--global-batch-size` sees to). Elsewhere some rank may get `[]` where nothing else fits (three samples of full length
-on two ranks), fewer in all than there are ranks; `sleuth.algo.batch.pack` turns it into padding without
+on two ranks), fewer in all than there are ranks; `sleuth.algo.optimizer_steps.pack` turns it into padding without
 weight. A rank never comes away with nothing at all: fewer samples than ranks is an error.
 """
 

@@ -8,12 +8,12 @@
 """
 
 from sleuth.arguments.args import Args
-from sleuth.arguments.files import check_files, read_config, read_hf_config, split_slice
-from sleuth.arguments.groups import CheckpointArgs, Group
+from sleuth.arguments.files_check import check_files, read_config, read_hf_config, split_slice
 from sleuth.arguments.model_check import check_model, check_model_flags, check_tokenizer, model_flags
 from sleuth.arguments.parser import ArgumentsError, build_parser, parse_args, parse_args_or_exit
+from sleuth.arguments.run_flags import CheckpointArgs, Group
 from sleuth.arguments.table import config_table
-from sleuth.arguments.train_groups import ModelArgs
+from sleuth.arguments.train_flags import ModelArgs
 
 __all__ = [
     "Args",

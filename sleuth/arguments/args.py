@@ -8,46 +8,11 @@ from typing import Any, Self
 import yaml
 from pydantic import model_validator
 
+from sleuth.arguments.all_flags import AllFlags
 from sleuth.arguments.checks import find_problems
-from sleuth.arguments.groups import (
-    CheckpointArgs,
-    ClusterArgs,
-    DataArgs,
-    EngineArgs,
-    EvalArgs,
-    HookArgs,
-    LogArgs,
-    RolloutArgs,
-    SearchArgs,
-)
-from sleuth.arguments.train_groups import (
-    BatchArgs,
-    LossArgs,
-    ModelArgs,
-    NumericsArgs,
-    OptimizerArgs,
-    ParallelArgs,
-)
 
 
-# Pydantic takes the fields of the last base first, and a default may be computed from fields before it.
-class Args(
-    LogArgs,
-    SearchArgs,
-    HookArgs,
-    NumericsArgs,
-    ModelArgs,
-    ParallelArgs,
-    OptimizerArgs,
-    BatchArgs,
-    EngineArgs,
-    EvalArgs,
-    RolloutArgs,
-    LossArgs,
-    DataArgs,
-    ClusterArgs,
-    CheckpointArgs,
-):
+class Args(AllFlags):
     """Every setting of a run; see the groups for the fields."""
 
     @model_validator(mode="after")
@@ -56,43 +21,6 @@ class Args(
         if problems:
             raise ValueError("\n".join(problems))
         return self
-
-    @property
-    def actor_world_size(self) -> int:
-        """Processes (GPUs) that train."""
-        return self.actor_num_nodes * self.actor_num_gpus_per_node
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Groups of trainer processes that see different samples."""
-        model_parallel = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
-        return self.actor_world_size // (model_parallel * self.context_parallel_size)
-
-    @property
-    def num_engines(self) -> int:
-        """SGLang servers; 0 in supervised training."""
-        return 0 if self.loss_type == "sft" else (self.rollout_num_gpus or 0) // self.rollout_num_gpus_per_engine
-
-    @property
-    def total_gpus(self) -> int:
-        """GPUs of the whole run: shared ones are counted once."""
-        rollout = self.num_engines * self.rollout_num_gpus_per_engine
-        return max(self.actor_world_size, rollout) if self.colocate else self.actor_world_size + rollout
-
-    @property
-    def samples_per_step(self) -> int:
-        """Samples that a step trains on."""
-        return self.rollout_batch_size * self.n_samples_per_prompt
-
-    @property
-    def optimizer_steps_per_step(self) -> int:
-        return self.samples_per_step // self.global_batch_size
-
-    @property
-    def eval_sets(self) -> dict[str, str]:
-        """Evaluation sets: name -> path with its optional slice."""
-        pairs = self.eval_prompt_data or []
-        return dict(zip(pairs[::2], pairs[1::2], strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """All values, as JSON can hold them. No secret is among them: keys come from the environment."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sleuth.arguments.all_flags import AllFlags
 from sleuth.hooks.settings import may_be_secret
 
-if TYPE_CHECKING:
-    from sleuth.arguments.args import Args
 
-
-def find_problems(args: Args) -> list[str]:
+def find_problems(args: AllFlags) -> list[str]:
     """All contradictions of a configuration, readable without files, GPUs or the model."""
     checks = (
         _unsupported,
@@ -37,7 +35,7 @@ def nearest_divisors(total: int, wanted: int, multiple_of: int = 1) -> list[int]
     return below[-1:] + above[:1]
 
 
-def _unsupported(args: Args) -> Iterator[str]:
+def _unsupported(args: AllFlags) -> Iterator[str]:
     for name in ("attention_dropout", "hidden_dropout"):
         if getattr(args, name) != 0:
             yield f"{flag(name)}: expected 0 (dropout makes log-probabilities random), found {getattr(args, name)}"
@@ -46,7 +44,7 @@ def _unsupported(args: Args) -> Iterator[str]:
             yield f"--no-{flag(name)[2:]}: not supported, this is always done in fp32; leave the flag out"
 
 
-def _layout(args: Args) -> Iterator[str]:
+def _layout(args: AllFlags) -> Iterator[str]:
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     context, world = args.context_parallel_size, args.actor_world_size
     if world % (tensor * pipeline * context):
@@ -75,7 +73,7 @@ def _layout(args: Args) -> Iterator[str]:
         )
 
 
-def _placement(args: Args) -> Iterator[str]:
+def _placement(args: AllFlags) -> Iterator[str]:
     if args.loss_type == "sft":
         return
     if args.rollout_num_gpus is None:
@@ -90,7 +88,7 @@ def _placement(args: Args) -> Iterator[str]:
         )
 
 
-def _batches(args: Args) -> Iterator[str]:
+def _batches(args: AllFlags) -> Iterator[str]:
     total, batch = args.samples_per_step, args.global_batch_size
     ranks = max(1, args.data_parallel_size)
     product = f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}"
@@ -126,7 +124,7 @@ def _nearest(values: list[int]) -> str:
     return f"the nearest valid values are {' and '.join(map(str, values))}"
 
 
-def _recompute(args: Args) -> Iterator[str]:
+def _recompute(args: AllFlags) -> Iterator[str]:
     given = [name for name in ("recompute_method", "recompute_num_layers") if getattr(args, name) is not None]
     if args.recompute_granularity == "full":
         for name in ("recompute_method", "recompute_num_layers"):
@@ -140,7 +138,7 @@ def _recompute(args: Args) -> Iterator[str]:
         yield f"{names}: only with --recompute-granularity full, found {args.recompute_granularity}; drop or change it"
 
 
-def _model_flags(args: Args) -> Iterator[str]:
+def _model_flags(args: AllFlags) -> Iterator[str]:
     yield from divisibility_problems(
         args,
         heads=args.num_attention_heads,
@@ -153,7 +151,7 @@ def _model_flags(args: Args) -> Iterator[str]:
 
 
 def divisibility_problems(
-    args: Args, *, heads: int | None, groups: int | None, layers: int | None, widths: Mapping[str, int | None]
+    args: AllFlags, *, heads: int | None, groups: int | None, layers: int | None, widths: Mapping[str, int | None]
 ) -> Iterator[str]:
     """Sizes of the model that the parallel layout must divide; None means not known yet."""
     tensor, engine = args.tensor_model_parallel_size, args.rollout_num_gpus_per_engine
@@ -182,7 +180,7 @@ def divisibility_problems(
         )
 
 
-def expert_problems(args: Args, experts: int | None, width: int | None) -> Iterator[str]:
+def expert_problems(args: AllFlags, experts: int | None, width: int | None) -> Iterator[str]:
     """What must hold between the parallel layout and a mixture of `experts`, each `width` wide; None: a dense model."""
     tensor, parallel = args.tensor_model_parallel_size, args.expert_model_parallel_size
     if experts is None or width is None:
@@ -207,7 +205,7 @@ def expert_problems(args: Args, experts: int | None, width: int | None) -> Itera
         )
 
 
-def _loss(args: Args) -> Iterator[str]:
+def _loss(args: AllFlags) -> Iterator[str]:
     for name in ("use_kl_loss", "kl_coef"):
         if getattr(args, name) and args.ref_load is None:
             yield (
@@ -251,7 +249,7 @@ def _loss(args: Args) -> Iterator[str]:
         yield "--label-smoothing has an effect only with --loss-type sft; drop it"
 
 
-def _overlong(args: Args) -> Iterator[str]:
+def _overlong(args: AllFlags) -> Iterator[str]:
     buffer, limit = args.overlong_buffer_len, args.rollout_max_response_len
     if buffer is None:
         if args.overlong_penalty_factor != type(args).model_fields["overlong_penalty_factor"].default:
@@ -262,13 +260,13 @@ def _overlong(args: Args) -> Iterator[str]:
         )
 
 
-def _slices(args: Args) -> Iterator[str]:
+def _slices(args: AllFlags) -> Iterator[str]:
     for path in (args.prompt_data, *(args.eval_prompt_data or [])):
         if "@[" in path and not re.search(r"@\[-?\d*:-?\d*\]$", path):
             yield f"expected a slice path@[a:b] with whole numbers a and b, found {path}; correct the brackets"
 
 
-def _evaluation(args: Args) -> Iterator[str]:
+def _evaluation(args: AllFlags) -> Iterator[str]:
     pairs = args.eval_prompt_data
     if args.eval_interval is not None and not pairs:
         yield "--eval-interval needs evaluation sets; add --eval-prompt-data NAME PATH"
@@ -280,7 +278,7 @@ def _evaluation(args: Args) -> Iterator[str]:
         yield f"--eval-prompt-data: expected a different name for each set, found {', '.join(pairs[::2])}"
 
 
-def _secrets(args: Args) -> Iterator[str]:
+def _secrets(args: AllFlags) -> Iterator[str]:
     for path in _secret_paths(args.custom_config, ""):
         yield f"{path}: secrets do not belong in configuration files, which are printed and saved; use the environment"
 

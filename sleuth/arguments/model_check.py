@@ -8,9 +8,9 @@ from typing import Any, Protocol, TypeVar
 
 from sleuth.arguments.args import Args
 from sleuth.arguments.checks import divisibility_problems, expert_problems, flag
-from sleuth.arguments.files import read_config
+from sleuth.arguments.files_check import read_config
 from sleuth.arguments.parser import ArgumentsError
-from sleuth.arguments.train_groups import ModelArgs
+from sleuth.arguments.train_flags import ModelArgs
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
@@ -99,38 +99,42 @@ def check_model(args: ArgsT, hf_config: Mapping[str, Any]) -> ArgsT:
     Raises ValueError naming flag and both values where they contradict, or where the parallel layout
     does not fit the model.
     """
-    from_config = model_flags(hf_config)
-    problems = contradictions(args, from_config, args.hf_checkpoint)
+    source = f"the config.json of {args.hf_checkpoint}"
+    return fit_to_model(args, model_flags(hf_config), hf_config.get("max_position_embeddings"), source)
+
+
+def fit_to_model(args: ArgsT, shape: Mapping[str, Any], longest: int | None, source: str) -> ArgsT:
+    """`check_model` with the values of `ModelArgs`, the context in tokens, and what says so."""
+    problems = contradictions(args, shape, source)
     problems += divisibility_problems(
         args,
-        heads=from_config["num_attention_heads"],
-        groups=from_config["num_query_groups"],
-        layers=from_config["num_layers"],
-        widths={name: from_config[name] for name in ("hidden_size", "ffn_hidden_size", "vocab_size")},
+        heads=shape["num_attention_heads"],
+        groups=shape["num_query_groups"],
+        layers=shape["num_layers"],
+        widths={name: shape[name] for name in ("hidden_size", "ffn_hidden_size", "vocab_size")},
     )
-    problems += expert_problems(args, from_config["num_experts"], from_config["moe_ffn_hidden_size"])
-    longest = hf_config.get("max_position_embeddings")
+    problems += expert_problems(args, shape["num_experts"], shape["moe_ffn_hidden_size"])
     context = args.rollout_max_context_len
     if longest and context and context > longest:
         problems.append(f"--rollout-max-context-len: expected at most the model's {longest} tokens, found {context}")
     if problems:
         raise ArgumentsError("the arguments do not fit the model\n  " + "\n  ".join(problems))
-    return args.model_copy(update={**from_config, "rollout_max_context_len": context or longest})
+    return args.model_copy(update={**shape, "rollout_max_context_len": context or longest})
 
 
-def contradictions(flags: ModelArgs, from_config: Mapping[str, Any], folder: Path | str) -> list[str]:
-    """A sentence for each model flag that says something else than the config.json of `folder`."""
+def contradictions(flags: ModelArgs, shape: Mapping[str, Any], source: str) -> list[str]:
+    """A sentence for each model flag that says something else than `source`, which states the `shape`."""
     return [
-        f"{flag(name)}: the flag says {given}, the config.json of {folder} says {value}; drop the flag or "
+        f"{flag(name)}: the flag says {given}, {source} says {value}; drop the flag or "
         "use the scripts/models/ file of this model"
-        for name, value in from_config.items()
+        for name, value in shape.items()
         if (given := getattr(flags, name)) is not None and given != value
     ]
 
 
 def check_model_flags(flags: ModelArgs, folder: Path) -> None:
     """Raise ValueError if model flags contradict the config.json of a Hugging Face folder, or it has none."""
-    problems = contradictions(flags, model_flags(read_config(folder)), folder)
+    problems = contradictions(flags, model_flags(read_config(folder)), f"the config.json of {folder}")
     if problems:
         raise ArgumentsError("the arguments do not fit the model\n  " + "\n  ".join(problems))
 

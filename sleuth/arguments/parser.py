@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from sleuth.arguments.args import Args
 from sleuth.arguments.checks import flag
-from sleuth.arguments.groups import Group
+from sleuth.arguments.run_flags import Group
 from sleuth.arguments.sections import FileEntry, assign_sections
 
 NOT_FLAGS = {"custom_config"}
@@ -130,7 +130,7 @@ def build_parser(model: type[Group] = Args) -> argparse.ArgumentParser:
 
 def groups_of(model: type[Group]) -> list[type[Group]]:
     """The groups a class is composed of, in the order of their fields."""
-    return [base for base in reversed(model.__mro__) if Group in base.__mro__[1:] and not base.__bases__[1:]]
+    return [base for base in reversed(model.__mro__) if Group in base.__bases__]
 
 
 def _argument(field: FieldInfo) -> dict[str, Any]:

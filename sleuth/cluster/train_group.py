@@ -13,7 +13,7 @@ import ray
 import torch
 from torch import Tensor
 
-from sleuth.algo.batch import OptimizerStepBatch
+from sleuth.algo.optimizer_steps import OptimizerStepBatch
 from sleuth.arguments import Args
 from sleuth.cluster.logs import configure_logging
 from sleuth.cluster.placement import Placement

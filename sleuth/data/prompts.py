@@ -17,7 +17,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from sleuth.arguments import Args
-from sleuth.data.files import Records, read_records
+from sleuth.data.records import Records, read_records
 from sleuth.data.stream import RowStream
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from sleuth.data.files import read_records
+from sleuth.data.records import read_records
 from sleuth.data.stream import RowStream
 from sleuth.sample import TrainSample
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sleuth.hooks.context import rollout_context
+from sleuth.hooks.context import Generation, rollout_context
 from sleuth.sample import Sample, SampleStatus, Source, StopReason
 from sleuth.tokens import decode, encode
 
@@ -75,23 +75,27 @@ class Conversation:
         """
         self._check_unfinished("generate")
         if self.room < 1:
-            return self._end(SampleStatus.TRUNCATED, StopReason.CONTEXT_LIMIT)
-        wanted, start = self.params["max_new_tokens"], time.perf_counter()
-        allowed = min(wanted, self.room)
+            self._end(SampleStatus.TRUNCATED, StopReason.CONTEXT_LIMIT)
+            return None
+        allowed = min(self.params["max_new_tokens"], self.room)
+        start = time.perf_counter()
         generation = await self.engine.generate(self.trace.token_ids, {**self.params, "max_new_tokens": allowed})
-        seconds = time.perf_counter() - start
+        turn = Turn(generation.ids, generation.text, self._limit(generation, allowed), time.perf_counter() - start)
         self.trace.append_model(generation.ids, generation.log_probs)
         self.sample.weight_version = generation.weight_version
         self.turns += 1
-        self.generation_seconds += seconds
+        self.generation_seconds += turn.seconds
         if generation.finish_reason == "abort":
-            return self._end(SampleStatus.ABORTED, StopReason.ENGINE_ABORT, "the engine aborted a request")
-        limit = None
-        if generation.finish_reason == "length":
-            limit = StopReason.RESPONSE_LIMIT if allowed == wanted else StopReason.CONTEXT_LIMIT
-            if not keep_cut:
-                return self._end(SampleStatus.TRUNCATED, limit)
-        return Turn(generation.ids, generation.text, limit, seconds)
+            self._end(SampleStatus.ABORTED, StopReason.ENGINE_ABORT, "the engine aborted a request")
+        elif turn.limit is not None and not keep_cut:
+            self._end(SampleStatus.TRUNCATED, turn.limit)
+        return turn if self.sample.status is SampleStatus.PENDING else None
+
+    def _limit(self, generation: Generation, allowed: int) -> StopReason | None:
+        """The budget that cut a generation of `allowed` tokens, if one did."""
+        if generation.finish_reason != "length":
+            return None
+        return StopReason.RESPONSE_LIMIT if allowed == self.params["max_new_tokens"] else StopReason.CONTEXT_LIMIT
 
     def observe(self, content: str | Sequence[int], source: Source = "observation") -> bool:
         """Append what the environment says, as text or ids; it is never trained on.

@@ -44,7 +44,8 @@ class ScriptedEngine:
         ids, text = self._generate(turn, sampling_params.get("stop") or ())
         limit = sampling_params["max_new_tokens"]
         if len(ids) >= limit:  # SGLang looks at the limit before the stop strings
-            return Generation(ids[:limit], _log_probs(limit), self._tokenizer.decode(ids[:limit]), "length", "1")
+            ids = ids[:limit]
+            return Generation(ids, _log_probs(limit), str(self._tokenizer.decode(ids)), "length", "1")
         return Generation(ids, _log_probs(len(ids)), text, "stop", "1")
 
     def _generate(self, turn: str, stop: Sequence[str]) -> tuple[list[int], str]:

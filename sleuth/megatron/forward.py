@@ -1,6 +1,6 @@
 """Micro-batches on their way through the model, forwards and backwards, in any parallel layout.
 
-The loss of an optimizer step is a sum over its tokens (see `sleuth.algo.batch`), so the gradient is a plain sum
+The loss of a step is a sum over its tokens (see `sleuth.algo.optimizer_steps`), so the gradient is a plain sum
 over micro-batches, data- and context-parallel ranks: megatron's own divisions are switched off
 (`calculate_per_token_loss` with a finalisation that is given no token count).
 """
@@ -19,8 +19,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from sleuth.algo.batch import OptimizerStepBatch, PackedBatch, pack
 from sleuth.algo.context_parallel import zigzag_index
+from sleuth.algo.optimizer_steps import OptimizerStepBatch, PackedBatch, pack
 from sleuth.megatron import device, parallel
 from sleuth.megatron.logprobs import HeadOptions
 from sleuth.sample import TrainSample

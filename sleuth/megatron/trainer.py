@@ -22,7 +22,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from sleuth.algo.batch import OptimizerStepBatch
+from sleuth.algo.optimizer_steps import OptimizerStepBatch
 from sleuth.megatron import device, parallel
 from sleuth.megatron.checkpoint import Checkpoints, load_weights
 from sleuth.megatron.forward import MicroBatch, finalize_gradients, run_model, score

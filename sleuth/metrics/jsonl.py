@@ -52,12 +52,6 @@ def _parse(text: str) -> MetricsLine | None:
     return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
 
 
-def metric_series(lines: list[MetricsLine], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric, where it was logged and is a number."""
-    pairs = [(line["step"], float(line[name])) for line in lines if isinstance(line.get(name), int | float)]
-    return [step for step, _ in pairs], [value for _, value in pairs]
-
-
 class MetricsFile:
     """Appends steps to a metrics file.
 

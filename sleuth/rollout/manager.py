@@ -16,17 +16,17 @@ from typing import Any, TypeVar
 
 from transformers import AutoTokenizer
 
-from sleuth.algo.batch import OptimizerStepBatch
+from sleuth.algo.optimizer_steps import OptimizerStepBatch
 from sleuth.arguments import Args, check_tokenizer
 from sleuth.data import PromptStream, load_rows, load_sft_rows
 from sleuth.hooks import RolloutContext, drain_step_metrics, use_rollout_context
-from sleuth.metrics.rollout import evaluation_metrics, evaluation_name, rollout_metrics
+from sleuth.metrics.rollout_metrics import evaluation_metrics, evaluation_name, rollout_metrics
 from sleuth.metrics.trajectories import write_trajectories
-from sleuth.rollout.batch import shard_batch, train_samples
 from sleuth.rollout.engine_client import EngineClient, embedding_size
 from sleuth.rollout.hook_runner import load_hooks
 from sleuth.rollout.loop import GenerationLoop
-from sleuth.rollout.shaping import shape_rewards
+from sleuth.rollout.reward_shaping import shape_rewards
+from sleuth.rollout.train_batches import shard_batch, train_samples
 
 PROBE_TOKENS = 256
 Result = TypeVar("Result")

@@ -310,7 +310,7 @@ def new_trainer(args: Args) -> Any:
 
 def shares(trainer: Any, args: Args, samples: list[TrainSample], **plan: Any) -> Any:
     """This rank's optimizer steps."""
-    from sleuth.algo.batch import plan_optimizer_steps
+    from sleuth.algo.optimizer_steps import plan_optimizer_steps
     from sleuth.megatron.parallel import length_multiple
 
     plan = plan or {"micro_batch_size": 2}

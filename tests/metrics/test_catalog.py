@@ -2,7 +2,7 @@ import asyncio
 
 from sleuth.metrics.catalog import CATALOG, Metric, describe
 from sleuth.metrics.console import EVALUATION_FIELDS, STEP_FIELDS
-from sleuth.metrics.rollout import evaluation_metrics, rollout_metrics
+from sleuth.metrics.rollout_metrics import evaluation_metrics, rollout_metrics
 from sleuth.sample import SampleStatus
 from sleuth.search import SearchService, drain_search_metrics
 from tests.metrics.samples import make_sample

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sleuth.metrics.jsonl import MetricsFile, metric_series, read_metrics
+from sleuth.metrics.jsonl import MetricsFile, read_metrics
 
 
 def steps(path):
@@ -94,8 +94,3 @@ def test_a_broken_line_in_the_middle_is_an_error_that_names_it(path):
     path.write_text('{"step": "one"}\n' + path.read_text())
     with pytest.raises(ValueError, match="line 1: expected a JSON object with an integer step"):
         read_metrics(path)
-
-
-def test_series_leave_out_what_is_missing():
-    lines = [{"step": 0, "em": 0.1}, {"step": 1}, {"step": 2, "em": None}, {"step": 3, "em": 0.4}]
-    assert metric_series(lines, "em") == ([0, 3], [0.1, 0.4])

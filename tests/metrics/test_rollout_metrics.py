@@ -1,6 +1,6 @@
 import pytest
 
-from sleuth.metrics.rollout import evaluation_metrics, evaluation_name, rollout_metrics
+from sleuth.metrics.rollout_metrics import evaluation_metrics, evaluation_name, rollout_metrics
 from sleuth.sample import SampleStatus, StopReason
 from tests.metrics.samples import make_sample
 

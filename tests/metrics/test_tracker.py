@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from sleuth.metrics.console import ProgressSafeHandler, evaluation_lines, step_line
 from sleuth.metrics.jsonl import read_metrics
-from sleuth.metrics.rollout import evaluation_metrics, rollout_metrics
+from sleuth.metrics.rollout_metrics import evaluation_metrics, rollout_metrics
 from sleuth.metrics.tracker import Tracker
 from tests.metrics.samples import make_sample
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sleuth.hooks import FailSample, Generation, RolloutContext, StopRunError, single_turn, use_rollout_context
-from sleuth.metrics.rollout import rollout_metrics
+from sleuth.metrics.rollout_metrics import rollout_metrics
 from sleuth.rollout import hook_runner
 from sleuth.rollout.hook_runner import Hooks
 from sleuth.rollout.loop import GenerationLoop, RolloutError

@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import pytest
 from matplotlib import image
 
-from sleuth.metrics.plots import (
+from tools.plots import (
     EVALUATION_PANELS,
     PANELS,
     Panel,

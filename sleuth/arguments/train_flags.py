@@ -1,6 +1,6 @@
 """How the model is trained: batches, parallelism, loss, optimizer, numerics; and the model's own shape.
 
-See `groups.py` for how these classes become flags.
+See `run_flags.py` for how these classes become flags.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from sleuth.arguments.groups import DType, Fraction, Group
+from sleuth.arguments.run_flags import DType, Fraction, Group
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sleuth.rollout.batch import shard_batch, train_samples
+from sleuth.rollout.train_batches import shard_batch, train_samples
 from sleuth.sample import Sample, TokenTrace
 
 

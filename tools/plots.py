@@ -17,7 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from sleuth.metrics.jsonl import MetricsLine, metric_series, read_metrics
+from sleuth.metrics.jsonl import MetricsLine, read_metrics
+from tools.run_dir import metric_series
 
 
 @dataclass(frozen=True, slots=True)

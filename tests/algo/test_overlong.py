@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sleuth.algo.shaping import overlong_penalty
+from sleuth.algo.overlong import overlong_penalty
 
 
 def test_equals_numpy():

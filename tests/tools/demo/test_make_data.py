@@ -9,10 +9,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tools import make_demo_data
-from tools.make_demo_data import Article, Question
+from tools.demo import make_data
+from tools.demo.make_data import Article, Question
 
-SHIPPED = Path(__file__).parents[2] / "data" / "demo"
+SHIPPED = Path(__file__).parents[3] / "data" / "demo"
 COLUMNS = [
     "id",
     "question",
@@ -57,8 +57,8 @@ def source() -> dict[str, dict[str, str]]:
 
 def questions_of(source: dict[str, dict[str, str]]) -> tuple[list[Question], Counter[str], list[Article]]:
     drops: Counter[str] = Counter()
-    articles = make_demo_data.clean(source, drops)
-    return make_demo_data.audit(make_demo_data.make_questions(articles), articles, drops), drops, articles
+    articles = make_data.clean(source, drops)
+    return make_data.audit(make_data.make_questions(articles), articles, drops), drops, articles
 
 
 def test_questions_of_a_small_source(source: dict[str, dict[str, str]]) -> None:
@@ -109,7 +109,7 @@ def test_the_same_source_makes_the_same_bytes(source: dict[str, dict[str, str]],
     path.write_bytes(gzip.compress(json.dumps(source).encode()))
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
-        make_demo_data.make(path, folder)
+        make_data.make(path, folder)
     for name in ("corpus.jsonl.gz", "train.parquet", "test.parquet", "README.md"):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
 
@@ -118,7 +118,7 @@ def test_a_source_of_another_shape_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "source.json"
     path.write_text("[1, 2]")
     with pytest.raises(ValueError, match="expected a JSON object"):
-        make_demo_data.read_source(path)
+        make_data.read_source(path)
 
 
 @pytest.fixture(scope="module")
@@ -142,12 +142,12 @@ def test_shipped_rows_have_the_public_sets_columns(shipped: dict[str, list[dict]
             assert list(row) == COLUMNS
             assert row["reward_model"] == {"ground_truth": {"target": row["golden_answers"]}, "style": "rule"}
             assert row["extra_info"] == {"index": index, "split": side}
-            assert row["prompt"] == [{"role": "user", "content": make_demo_data.INSTRUCTION + row["question"]}]
+            assert row["prompt"] == [{"role": "user", "content": make_data.INSTRUCTION + row["question"]}]
 
 
 def test_shipped_test_questions_are_kept_apart_from_training(shipped: dict[str, list[dict]]) -> None:
     def subjects(side: str) -> set[str]:
-        kinds = "was|did|" + "|".join(make_demo_data.VERB_OF_KIND)
+        kinds = "was|did|" + "|".join(make_data.VERB_OF_KIND)
         pattern = rf"(?:{kinds}) (?!the person|the {kinds})(.*?)(?: born| die)?\?$"
         return {match[1] for row in shipped[side] if (match := re.search(pattern, row["question"]))}
 
@@ -171,5 +171,5 @@ def test_shipped_answers_stand_in_the_shipped_passages(
             name = row["question"].removeprefix("In what year was ").removesuffix(" born?")
             matches = [text for title, text in passages.items() if re.sub(r" \([^)]*\)$", "", title) == name]
             assert len(matches) == 1
-            assert row["golden_answers"][0] in " ".join(matches[0].split()[: make_demo_data.VISIBLE_WORDS])
+            assert row["golden_answers"][0] in " ".join(matches[0].split()[: make_data.VISIBLE_WORDS])
         assert any(row["golden_answers"][0] in text for text in texts)

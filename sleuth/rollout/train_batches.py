@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from sleuth.algo.batch import OptimizerStepBatch, plan_optimizer_steps
 from sleuth.algo.context_parallel import pad_multiple
 from sleuth.algo.estimators import estimate_advantages
+from sleuth.algo.optimizer_steps import OptimizerStepBatch, plan_optimizer_steps
 from sleuth.arguments import Args
 from sleuth.sample import Sample, TrainSample
 

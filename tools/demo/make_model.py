@@ -1,9 +1,9 @@
 """Makes the demo's warm-start model from nothing: tokenizer, random weights, supervised training with the kit itself.
 
-    python tools/make_demo_model.py                  # three quarters of an hour on two cores
+    python tools/demo/make_model.py                  # three quarters of an hour on two cores
 
 The model is of Qwen2.5's architecture, with 2.4 million parameters and a byte-level BPE tokenizer of its own in which
-every year is one token. It learns from `make_demo_trajectories.py`'s trajectories in three stages of
+every year is one token. It learns from `make_trajectories.py`'s trajectories in three stages of
 `train.py --loss-type sft`: the first teaches it to search and to read, the others, with label smoothing, teach it to
 read better and leave it sampling noisily, as a base model does: with smoothing e over a vocabulary of V tokens each
 token goes astray with probability e, so about exp(-45 e) of the trajectories stay whole. What is left for the demo's
@@ -26,13 +26,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 if not __package__:  # run as a script: make the project importable
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from local_dense_retriever.corpus import read_corpus
 from sleuth.search.observation import to_passage
-from tools.make_demo_trajectories import OBSERVATION_TOKENS, write_trajectories
+from tools.demo.make_trajectories import OBSERVATION_TOKENS, write_trajectories
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 4096
 CONTEXT = 2048
 YEARS = range(1000, 2030)
@@ -180,7 +180,7 @@ CARD = """# The demo's warm-start model
 
 A language model of Qwen2.5's architecture with 2.4 million parameters. It knows the search conversation (`<think>`,
 `<search>`, `<information>`, `<answer>`) and the demo's kinds of question, and it samples noisily.
-`tools/make_demo_model.py` makes it from random weights with this project's own trainer. It was not trained on the test
+`tools/demo/make_model.py` makes it from random weights with this project's own trainer. It was not trained on the test
 questions, nor on their articles' names or the makers of their works. It expects one passage a search, in an
 observation of at most {observation_tokens} tokens. It is good for the demo and the tests, and for nothing else.
 

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sleuth.algo.batch import OptimizerStepBatch, pack, plan_optimizer_steps, split_optimizer_steps
 from sleuth.algo.context_parallel import zigzag_index
 from sleuth.algo.losses import weighted_sum
+from sleuth.algo.optimizer_steps import OptimizerStepBatch, pack, plan_optimizer_steps, split_optimizer_steps
 from sleuth.sample import TrainSample
 
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from tools.demo_report import main, summarize
+from tools.demo.report import main, summarize
 
 
 def evaluation(step, em, greedy, name="demo"):

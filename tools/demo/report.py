@@ -1,6 +1,6 @@
 """Says what a run learned: a table of the evaluation before and after, `summary.json`, `curves.png`.
 
-    python tools/demo_report.py --run-dir runs/demo/20260101-120000
+    python tools/demo/report.py --run-dir runs/demo/20260101-120000
 
 Everything is read from the run's own files; a number that is not there is shown as missing.
 """
@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 if not __package__:  # run as a script: make the project importable
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from sleuth.metrics.jsonl import MetricsLine, read_metrics
-from sleuth.metrics.plots import evaluation_metric, plot_run
-from sleuth.metrics.run_dir import read_configuration
+from tools.plots import evaluation_metric, plot_run
+from tools.run_dir import read_configuration
 
 EXACT_MATCH_GOAL = 0.25
 """By how much exact match at temperature 1 has to rise."""

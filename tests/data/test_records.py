@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sleuth.data.files import DataPath, plain, read_records
+from sleuth.data.records import DataPath, plain, read_records
 
 ROWS = [{"prompt": f"p{i}", "reward_model": {"ground_truth": {"target": [str(i)]}}} for i in range(5)]
 

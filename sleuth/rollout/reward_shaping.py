@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sleuth.algo.shaping import overlong_penalty
+from sleuth.algo.overlong import overlong_penalty
 
 if TYPE_CHECKING:
     from sleuth.arguments import Args

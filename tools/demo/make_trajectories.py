@@ -1,4 +1,4 @@
-"""Writes the trajectories on which the demo's warm-start model is trained (a part of `make_demo_model.py`).
+"""Writes the trajectories on which the demo's warm-start model is trained (a part of `make_model.py`).
 
 Each row has a column `segments` for `train.py --loss-type sft`: the rendered prompt, a turn that searches, what the
 search hook would put in, and so on to the answer. Every part is encoded on its own, as in a rollout.
@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from local_dense_retriever.corpus import read_corpus
 from sleuth.search.observation import Passage, format_observation, to_passage
-from tools.make_demo_data import INSTRUCTION, VERB_OF_KIND, ask_maker, ask_work_year, ask_year, maker_phrase
+from tools.demo.make_data import INSTRUCTION, VERB_OF_KIND, ask_maker, ask_work_year, ask_year, maker_phrase
 
 OBSERVATION_TOKENS = 48
 """What run_demo.sh sets as max_observation_tokens."""

@@ -2,7 +2,7 @@
 
 One class a group of flags. A class's docstring heads its group in `--help`, a field's description is
 the help of its flag, and `hf_checkpoint` is `--hf-checkpoint`. How the model is trained stands in
-`train_groups.py`; what must hold between fields in `checks.py`.
+`train_flags.py`; what must hold between fields in `checks.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Makes `data/demo/` from summaries of English Wikipedia's vital articles: a corpus and questions that it answers.
 
-    python tools/make_demo_data.py --source wiki_vital_en.json.gz
+    python tools/demo/make_data.py --source wiki_vital_en.json.gz
 
 The source is a JSON object `{title: {"title", "extract", "description", "topic"}}`, plain or gzipped. Written are
 
@@ -44,7 +44,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 if not __package__:  # run as a script: make the project importable
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from local_dense_retriever.retrievers import Bm25Retriever
 
@@ -343,7 +343,7 @@ README = """# The demo's data
 * `corpus.jsonl.gz`: {articles:,} passages, the summaries of English Wikipedia's level-4 vital articles.
 * `train.parquet` ({train:,} questions) and `test.parquet` ({test:,}), derived from the passages' first words.
 
-`tools/make_demo_data.py` makes them and says how, what the audit asks of a question, and what is kept apart between
+`tools/demo/make_data.py` makes them and says how, what the audit asks of a question, and what is kept apart between
 the two sides.
 
 | kind | train | test |

@@ -7,16 +7,16 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from sleuth.data.sft import encode_segments
-from tools import make_demo_model
-from tools.make_demo_trajectories import OBSERVATION_TOKENS, WEIGHTS, Sources, Writer, _names_in, plain_name
+from tools.demo import make_model
+from tools.demo.make_trajectories import OBSERVATION_TOKENS, WEIGHTS, Sources, Writer, _names_in, plain_name
 
-DATA = Path(__file__).parents[2] / "data" / "demo"
+DATA = Path(__file__).parents[3] / "data" / "demo"
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
     folder = tmp_path_factory.mktemp("tokenizer")
-    make_demo_model.make_tokenizer(DATA / "corpus.jsonl.gz").save_pretrained(folder)
+    make_model.make_tokenizer(DATA / "corpus.jsonl.gz").save_pretrained(folder)
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
@@ -32,10 +32,10 @@ def trajectories(tokenizer: PreTrainedTokenizerFast, sources: Sources) -> list[l
 
 
 def test_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert len(tokenizer) == make_demo_model.VOCAB_SIZE
+    assert len(tokenizer) == make_model.VOCAB_SIZE
     assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [0, 1, 2]
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
-    assert all(len(tokenizer.encode(str(year))) == 1 for year in make_demo_model.YEARS)
+    assert all(len(tokenizer.encode(str(year))) == 1 for year in make_model.YEARS)
     text = "Søren (1813–1855): `x`  \n\n二"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     rendered = tokenizer.apply_chat_template(
@@ -91,6 +91,6 @@ def test_trajectories_are_short(trajectories: list[list[dict]], tokenizer: PreTr
 
 
 def test_the_random_model_is_small_and_seeded() -> None:
-    model, again = make_demo_model.make_random_model(3), make_demo_model.make_random_model(3)
+    model, again = make_model.make_random_model(3), make_model.make_random_model(3)
     assert sum(parameter.numel() for parameter in model.parameters()) * 4 < 12 * 2**20
     assert all((a == b).all() for a, b in zip(model.parameters(), again.parameters(), strict=True))

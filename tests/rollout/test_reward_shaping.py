@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sleuth.rollout.shaping import longest_turn, shape_rewards
+from sleuth.rollout.reward_shaping import longest_turn, shape_rewards
 from sleuth.sample import Sample, TokenTrace
 
 

@@ -1,0 +1,84 @@
+"""`AllFlags`: every flag of a run in one class, and the sizes that follow from them.
+
+Whether they fit together is not asked here: `checks.py` knows what must hold, and `Args` holds to it.
+"""
+
+from __future__ import annotations
+
+from sleuth.arguments.run_flags import (
+    CheckpointArgs,
+    ClusterArgs,
+    DataArgs,
+    EngineArgs,
+    EvalArgs,
+    HookArgs,
+    LogArgs,
+    RolloutArgs,
+    SearchArgs,
+)
+from sleuth.arguments.train_flags import (
+    BatchArgs,
+    LossArgs,
+    ModelArgs,
+    NumericsArgs,
+    OptimizerArgs,
+    ParallelArgs,
+)
+
+
+# Pydantic takes the fields of the last base first, and a default may be computed from fields before it.
+class AllFlags(
+    LogArgs,
+    SearchArgs,
+    HookArgs,
+    NumericsArgs,
+    ModelArgs,
+    ParallelArgs,
+    OptimizerArgs,
+    BatchArgs,
+    EngineArgs,
+    EvalArgs,
+    RolloutArgs,
+    LossArgs,
+    DataArgs,
+    ClusterArgs,
+    CheckpointArgs,
+):
+    """The values of all flags; see the groups for the fields."""
+
+    @property
+    def actor_world_size(self) -> int:
+        """Processes (GPUs) that train."""
+        return self.actor_num_nodes * self.actor_num_gpus_per_node
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Groups of trainer processes that see different samples."""
+        model_parallel = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        return self.actor_world_size // (model_parallel * self.context_parallel_size)
+
+    @property
+    def num_engines(self) -> int:
+        """SGLang servers; 0 in supervised training."""
+        return 0 if self.loss_type == "sft" else (self.rollout_num_gpus or 0) // self.rollout_num_gpus_per_engine
+
+    @property
+    def total_gpus(self) -> int:
+        """GPUs of the whole run: shared ones are counted once."""
+        rollout = self.num_engines * self.rollout_num_gpus_per_engine
+        return max(self.actor_world_size, rollout) if self.colocate else self.actor_world_size + rollout
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that a step trains on."""
+        return self.rollout_batch_size * self.n_samples_per_prompt
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        return self.samples_per_step // self.global_batch_size
+
+    @property
+    def eval_sets(self) -> dict[str, str]:
+        """Evaluation sets: name -> path with its optional slice."""
+        pairs = self.eval_prompt_data or []
+        return dict(zip(pairs[::2], pairs[1::2], strict=True))
