@@ -1,6 +1,14 @@
 """The parts of a search environment that do not depend on a protocol or a backend."""
 
-from sleuth.search.http import SearchError, check_http_url, request_text, shared_session, with_search_retries
+from sleuth.search.http import (
+    QueryError,
+    SearchError,
+    clean_query,
+    is_query_fault,
+    request_text,
+    shared_session,
+    with_search_retries,
+)
 from sleuth.search.observation import Passage, format_observation, to_passage
 from sleuth.search.service import (
     SearchService,
@@ -12,13 +20,15 @@ from sleuth.search.service import (
 
 __all__ = [
     "Passage",
+    "QueryError",
     "SearchError",
     "SearchService",
     "SearchUnavailableError",
-    "check_http_url",
+    "clean_query",
     "drain_search_metrics",
     "format_observation",
     "guarded_backend",
+    "is_query_fault",
     "request_text",
     "shared_service",
     "shared_session",
