@@ -13,35 +13,34 @@ on its own and appended, and nothing is ever re-tokenized. What the format is wo
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 from transformers import PreTrainedTokenizerBase
 
-from google_search_server import google_search
-from local_search_server import local_search
+from google_search_server import GoogleSettings
+from local_search_server import LocalSettings
 from qa_em_format import iter_actions, score_response
 from sleuth.hooks import (
     Conversation,
     Sample,
     SampleStatus,
     Settings,
-    SettingsPart,
     StopReason,
     decode,
     load_hook,
     rollout_context,
 )
 from sleuth.search import (
+    Backend,
     Passage,
+    QueryError,
     SearchError,
     SearchService,
-    check_http_url,
     format_observation,
     guarded_backend,
     shared_service,
@@ -65,19 +64,17 @@ CORRECTION = (
     "\nThat was no valid action. A query goes between <search> and </search>, "
     "a final answer between <answer> and </answer>.\n"
 )
+REFUSED = "\nThat query was refused. A short question goes between <search> and </search>.\n"
+BUILT_IN = ("local", "google")
 TEST_QUESTION, TEST_SECONDS = "capital of France", 15.0
-
-HttpUrl = Annotated[str, AfterValidator(check_http_url)]
-
-
-def _named_key(value: str) -> str:
-    if not re.fullmatch(r"env:[A-Za-z_][A-Za-z0-9_]*", value):
-        raise ValueError("a key belongs in an environment variable: give its name, as in env:SERPER_API_KEY")
-    return value
+START_LOCAL = (
+    "start it (python local_dense_retriever/retrieval_server.py --corpus_path data/demo/corpus.jsonl.gz "
+    "--retriever_name bm25), or name another with --search-url; "
+)
 
 
 def _known_backend(value: str) -> str:
-    if value in ("local", "google"):
+    if value in BUILT_IN:
         return value
     choices = "expected local, google, or module.function of your own async def search(query, topk)"
     if not re.fullmatch(r"\w+(\.\w+)+", value):
@@ -87,31 +84,6 @@ def _known_backend(value: str) -> str:
     except ValueError as error:
         raise ValueError(f"{error}; {choices}") from None
     return value
-
-
-class LocalSettings(SettingsPart):
-    """A retrieval server."""
-
-    search_url: HttpUrl
-    proxy: HttpUrl | None
-
-
-class GoogleSettings(SettingsPart):
-    """Google through serper.dev. The key is named, never held."""
-
-    api_key: Annotated[str, AfterValidator(_named_key)]
-    snippet_only: bool
-    proxy: HttpUrl | None
-
-    def key(self) -> str:
-        """The key itself; ValueError if the environment does not hold it."""
-        name = self.api_key.removeprefix("env:")
-        key = os.environ.get(name, "").strip()  # a file's last line end would break the header
-        if not key:
-            raise ValueError(
-                f"search_backend google needs a serper.dev key in {name}; export {name}=... and start again"
-            )
-        return key
 
 
 class SearchSettings(
@@ -150,8 +122,8 @@ class SearchSettings(
 async def search(args: Any, query: str) -> list[Passage]:
     """What the chosen backend finds, for any hook: at most `topk` passages, each with `title` and `text`.
 
-    Bounded, retried and counted for the whole process. Raises SearchError, or SearchUnavailableError once the backend
-    must be taken for down.
+    Bounded, retried and counted for the whole process. Raises QueryError for a query that is refused, SearchError where
+    the search fails, SearchUnavailableError once the backend must be taken for down.
     """
     settings = SearchSettings.of(args)
     service = shared_service(settings, lambda: _service(settings))
@@ -167,17 +139,12 @@ def _service(settings: SearchSettings) -> SearchService:
     )
 
 
-def _backend(settings: SearchSettings, retries: int) -> Callable[[str], Awaitable[Sequence[Any]]]:
+def _backend(settings: SearchSettings, retries: int) -> Backend:
     """What searches for one query, with its timeout and retries. ValueError for a key that is missing."""
     name, topk, timeout = settings.search_backend, settings.topk, settings.search_timeout
-    if name == "local":
-        local = settings.local
-        return lambda query: local_search(local.search_url, query, topk, timeout, local.proxy, retries=retries)
-    if name == "google":
-        google, key = settings.google, settings.google.key()
-        return lambda query: google_search(
-            key, query, topk, timeout, google.proxy, google.snippet_only, retries=retries
-        )
+    if name in BUILT_IN:
+        part: LocalSettings | GoogleSettings = getattr(settings, name)
+        return part.backend(topk, timeout, retries)
     return guarded_backend(load_hook(name, "search"), name, topk=topk, timeout=timeout, retries=retries)
 
 
@@ -195,20 +162,15 @@ def check_args(args: Any) -> None:
 async def check_services(args: Any) -> None:
     """Ask the search backend one question; ValueError if it does not answer. Called before anything starts."""
     settings = SearchSettings.of(args)
+    name, seconds = settings.search_backend, min(TEST_SECONDS, settings.search_timeout)
     try:
-        async with asyncio.timeout(min(TEST_SECONDS, settings.search_timeout)):
+        async with asyncio.timeout(seconds):
             await _backend(settings, retries=0)(TEST_QUESTION)
-    except (SearchError, TimeoutError) as error:
-        where = settings.local.search_url if settings.search_backend == "local" else settings.search_backend
-        start = (
-            "start a server (python local_dense_retriever/retrieval_server.py --corpus_path data/demo/corpus.jsonl.gz "
-            "--retriever_name bm25), name another with --search-url, or "
-            if settings.search_backend == "local"
-            else ""
-        )
+    except (SearchError, QueryError, TimeoutError) as error:
+        where, start = (settings.local.search_url, START_LOCAL) if name == "local" else (f"its server ({name})", "")
         raise ValueError(
-            f"expected the search backend {where} to answer a test question, found: "
-            f"{error or f'no answer within {TEST_SECONDS:g} s'}; {start}start without asking (--no-search-check)"
+            f"expected the search backend {name} to answer a test question, found {where}: "
+            f"{str(error) or f'no answer within {seconds:g} s'}; {start}--no-search-check starts without asking"
         ) from None
 
 
@@ -233,46 +195,40 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
     """
     settings = SearchSettings.of(args)
     conversation = Conversation(args, sample, sampling_params, stop=STOP)
-    searches = invalid_actions = observation_tokens = 0
-    search_seconds = 0.0
+    sample.report(searches=0, invalid_actions=0, observation_length=0, search_seconds=0.0)
+    counts = sample.rollout_metrics
     opening = think_opened_by_prompt(sample.trace.prompt_ids, conversation.tokenizer)
-    try:
-        while turn := await conversation.turn(keep_cut=True):
-            action, content = postprocess_predictions(opening + conversation.text_of(turn.ids))
-            opening = ""
-            if action == "answer":
-                return conversation.finish(SampleStatus.COMPLETED, StopReason.ANSWERED)
-            if action is None and turn.limit:
-                return conversation.finish(SampleStatus.TRUNCATED, turn.limit)
-            if searches == settings.max_turns:
-                return conversation.finish(SampleStatus.TRUNCATED, StopReason.TURN_LIMIT)
-            if action is None:
-                invalid_actions += 1
-                if invalid_actions > settings.max_invalid_actions:
-                    return conversation.finish(SampleStatus.TRUNCATED, StopReason.INVALID_ACTION_LIMIT)
-                if not conversation.observe(CORRECTION, "correction"):
-                    break
-                continue
-            searches += 1
+    while turn := await conversation.turn(keep_cut=True):
+        action, content = postprocess_predictions(opening + conversation.text_of(turn.ids))
+        opening, correction = "", CORRECTION
+        if action == "answer":
+            return conversation.finish(SampleStatus.COMPLETED, StopReason.ANSWERED)
+        if action is None and turn.limit:
+            return conversation.finish(SampleStatus.TRUNCATED, turn.limit)
+        if counts["searches"] == settings.max_turns:
+            return conversation.finish(SampleStatus.TRUNCATED, StopReason.TURN_LIMIT)
+        if action == "search":
             start = time.perf_counter()
             try:
                 passages = await search(args, content)
+            except QueryError:  # of the model's making, as a wrong tag is
+                action, correction = None, REFUSED
             except SearchError as error:
                 return conversation.finish(SampleStatus.FAILED, StopReason.SEARCH_FAILED, str(error))
-            finally:
-                search_seconds += time.perf_counter() - start
-            ids = format_observation(passages, conversation.tokenizer, settings.max_observation_tokens)
-            if not conversation.observe(ids):
+            counts["search_seconds"] += time.perf_counter() - start
+        if action is None:
+            counts["invalid_actions"] += 1
+            if counts["invalid_actions"] > settings.max_invalid_actions:
+                return conversation.finish(SampleStatus.TRUNCATED, StopReason.INVALID_ACTION_LIMIT)
+            if not conversation.observe(correction, "correction"):
                 break
-            observation_tokens += len(ids)
-        return sample
-    finally:
-        sample.report(
-            searches=searches,
-            invalid_actions=invalid_actions,
-            observation_length=observation_tokens,
-            search_seconds=search_seconds,
-        )
+            continue
+        counts["searches"] += 1
+        ids = format_observation(passages, conversation.tokenizer, settings.max_observation_tokens)
+        if not conversation.observe(ids):
+            break
+        counts["observation_length"] += len(ids)
+    return sample
 
 
 def think_opened_by_prompt(prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:

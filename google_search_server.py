@@ -14,15 +14,50 @@ The key travels in a header only; no message or log holds it.
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
-from sleuth.search import QueryError, SearchError, clean_query, request_text, with_search_retries
+from pydantic import AfterValidator
+
+from local_search_server import check_proxy_url
+from sleuth.hooks import SettingsPart
+from sleuth.search import Backend, QueryError, SearchError, clean_query, request_text, with_search_retries
 from sleuth.search.pages import page_contexts
 
 SERPER_URL = "https://google.serper.dev/search"
 FEWEST_RESULTS = 10
 """Asked for at least: serper costs the same up to ten, and some results have no snippet."""
+
+
+def _named(value: str) -> str:
+    if not re.fullmatch(r"env:[A-Za-z_][A-Za-z0-9_]*", value):
+        raise ValueError("a key belongs in an environment variable: give its name, as in env:SERPER_API_KEY")
+    return value
+
+
+class GoogleSettings(SettingsPart):
+    """The part `google` of a search hook's settings. The key is named, never held."""
+
+    api_key: Annotated[str, AfterValidator(_named)]
+    snippet_only: bool
+    proxy: Annotated[str, AfterValidator(check_proxy_url)] | None
+
+    def key(self) -> str:
+        """The key itself; ValueError if the environment does not hold it."""
+        name = self.api_key.removeprefix("env:")
+        key = os.environ.get(name, "").strip()  # a file's last line end would break the header
+        if not key:
+            raise ValueError(
+                f"search_backend google needs a serper.dev key in {name}; export {name}=... and start again"
+            )
+        return key
+
+    def backend(self, topk: int, timeout: float, retries: int) -> Backend:
+        """What searches for one query; `timeout` in seconds an attempt. ValueError for a missing key."""
+        key = self.key()
+        return lambda query: google_search(key, query, topk, timeout, self.proxy, self.snippet_only, retries=retries)
 
 
 async def google_search(

@@ -11,13 +11,27 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import SplitResult, urlsplit
 
-from sleuth.search import SearchError, clean_query, request_text, with_search_retries
+from pydantic import AfterValidator
+
+from sleuth.hooks import SettingsPart
+from sleuth.search import Backend, SearchError, clean_query, request_text, with_search_retries
 from sleuth.search.observation import title_text
 
 EXAMPLE_URL = "http://127.0.0.1:8000/retrieve"
+
+
+class LocalSettings(SettingsPart):
+    """The part `local` of a search hook's settings. Its defaults stand in SEARCH_R1_CONFIGS."""
+
+    search_url: Annotated[str, AfterValidator(lambda url: check_search_url(url))]
+    proxy: Annotated[str, AfterValidator(lambda url: check_proxy_url(url))] | None
+
+    def backend(self, topk: int, timeout: float, retries: int) -> Backend:
+        """What searches for one query; `timeout` in seconds an attempt."""
+        return lambda query: local_search(self.search_url, query, topk, timeout, self.proxy, retries=retries)
 
 
 async def local_search(

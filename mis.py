@@ -33,8 +33,10 @@ from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
+
+from sleuth.hooks import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +57,10 @@ class Reduce(Protocol):
 # Settings
 
 
-class MisConfig(BaseModel):
-    """The keys of mis.yaml; `use_tis` is the flag --use-tis. Wrong or contradictory ones are a ValueError."""
+class MisSettings(Settings, section="mis", flat=True, flags={"use_tis": "use_tis"}):
+    """The keys of mis.yaml, at its top level or under `mis:`; `use_tis` is the flag --use-tis."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True)
+    model_config = ConfigDict(allow_inf_nan=True)
 
     use_tis: bool = False
     """Weight tokens by the ratio of probabilities."""
@@ -83,25 +85,8 @@ class MisConfig(BaseModel):
     """With `use_rs`: a sample with a token whose ratio is below this is rejected. None: no veto."""
     mis_nonfinite: Literal["mask", "stop"] = "mask"
     """A trainable token with a NaN or infinite log-probability: reject its sample, or stop the step."""
-    mis_dump_dir: Path | None = None
+    mis_dump_dir: Path | None = Field(None, strict=False)
     """Write both log-probabilities of every trainable token to .npz files in this folder, one an optimizer step."""
-
-    @classmethod
-    def of(cls, args: Any) -> Self:
-        """From a run's arguments (`custom_config`, `use_tis`), a mapping, or any object with these as attributes."""
-        if isinstance(args, cls):
-            return args
-        values = dict(args) if isinstance(args, Mapping) else cls._attributes(args)
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise ValueError("mis.yaml: " + "; ".join(map(_sentence, error.errors()))) from None
-
-    @classmethod
-    def _attributes(cls, args: Any) -> dict[str, Any]:
-        values = {name: getattr(args, name) for name in cls.model_fields if hasattr(args, name)}
-        custom = getattr(args, "custom_config", {})
-        return values | {name: custom[name] for name in cls.model_fields if name in custom}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -129,15 +114,9 @@ class MisConfig(BaseModel):
         return lower, upper if self.rs_upper_bound is None else self.rs_upper_bound
 
 
-def _sentence(error: Any) -> str:
-    name = ".".join(map(str, error["loc"]))
-    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-    return f"{name}: {message}, found {error['input']!r}" if name else message
-
-
 def check_args(args: Any) -> None:
     """Raise ValueError for settings that are wrong; called before a run starts anything."""
-    folder = MisConfig.of(args).mis_dump_dir
+    folder = MisSettings.of(args).mis_dump_dir
     if folder is None:
         return
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
@@ -164,7 +143,7 @@ def compute_mis_weights_with_cp(
     T is the sum of `response_lengths`. The trainer gathers whole samples whatever its context parallelism, and calls
     this once an optimizer step. `kwargs["reduce"]` completes sums and maxima over data-parallel ranks.
     """
-    config = MisConfig.of(args)
+    config = MisSettings.of(args)
     lengths = [len(mask) for mask in loss_masks]
     if lengths != list(response_lengths) or sum(lengths) != pg_loss.numel():
         raise ValueError(
@@ -193,7 +172,7 @@ def compute_mis_weights(
     loss_masks: Sequence[Tensor],
     reduce: Reduce | None = None,
 ) -> tuple[list[Tensor], list[Tensor], dict[str, float]]:
-    """Weights and masks of each sample's response tokens, and metrics; `args` as `MisConfig.of` takes them.
+    """Weights and masks of each sample's response tokens, and metrics; `args` as `MisSettings.of` takes them.
 
     All lists have one 1-D tensor a sample, equally long within a sample; log-probabilities in nats, of any
     floating type; what stands where a mask is 0 does not matter. Weights are float32, 0 where the returned mask (of the
@@ -202,7 +181,7 @@ def compute_mis_weights(
     Raises ValueError for settings or lengths that do not fit, FloatingPointError for log-probabilities that are NaN or
     infinite at trainable tokens with `mis_nonfinite: stop`, or in every sample.
     """
-    config = MisConfig.of(args)
+    config = MisSettings.of(args)
     _check_rows("loss_masks", loss_masks, loss_masks)
     _check_rows("train_log_probs", train_log_probs, loss_masks)
     _check_rows("rollout_log_probs", rollout_log_probs, loss_masks)
@@ -331,7 +310,7 @@ def _per_sample(values: Tensor, counts: Tensor) -> Tensor:
 # Weights and rejection
 
 
-def _weigh(config: MisConfig, tokens: _Tokens) -> tuple[Tensor, Tensor, Sums]:
+def _weigh(config: MisSettings, tokens: _Tokens) -> tuple[Tensor, Tensor, Sums]:
     """Weights [N] within the bounds, which tokens [N] mode mask leaves (else all), and metrics."""
     level, mode, (lower, upper) = config.tis_level, config.tis_mode, config.tis_bounds
     log_ratio = tokens.log_ratio_at(level)
@@ -348,7 +327,7 @@ def _weigh(config: MisConfig, tokens: _Tokens) -> tuple[Tensor, Tensor, Sums]:
     return weights, within, sums | {f"tis_{mode}_fraction_low": _total(low), f"tis_{mode}_fraction_high": _total(high)}
 
 
-def _reject(config: MisConfig, tokens: _Tokens) -> tuple[Tensor, Sums]:
+def _reject(config: MisSettings, tokens: _Tokens) -> tuple[Tensor, Sums]:
     """Rejection by `rs_*`: which tokens [N] are kept, and metrics."""
     log_ratio, (lower, upper) = tokens.log_ratio_at(config.rs_level), config.rs_bounds
     low, high = log_ratio < _log(lower), log_ratio > _log(upper)
@@ -401,7 +380,7 @@ def _statistics(tokens: _Tokens, kept: Tensor, used: Tensor, largest: float) -> 
     }
 
 
-def _metrics(config: MisConfig, sums: Sums, maxima: Mapping[str, float], norm: float) -> dict[str, float]:
+def _metrics(config: MisSettings, sums: Sums, maxima: Mapping[str, float], norm: float) -> dict[str, float]:
     """The metrics of the step, from what was completed over ranks: the means, and what is made of them."""
     metrics = {name: total / max(number, 1.0) for name, (total, number) in sums.items()}
     weight, square_weight = metrics.pop("weight"), metrics.pop("square_weight")
@@ -426,7 +405,7 @@ def _metrics(config: MisConfig, sums: Sums, maxima: Mapping[str, float], norm: f
     return {f"mis/{name}": value for name, value in metrics.items()}
 
 
-def _check_what_is_left(config: MisConfig, sums: Sums) -> None:
+def _check_what_is_left(config: MisSettings, sums: Sums) -> None:
     """Warn of rejected samples, or stop; after the reduction, so that all ranks stop together."""
     bad, samples = int(sums["nonfinite_tokens"][0]), int(sums["nonfinite_samples"][0])
     rejected, present = sums["rejected_sample_fraction"]

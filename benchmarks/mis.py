@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis import MisConfig, compute_mis_weights
+from mis import MisSettings, compute_mis_weights
 from sleuth.metrics.jsonl import read_metrics
 
 Samples = dict[str, list[Tensor]]
@@ -46,7 +46,7 @@ def make_samples(count: int, shortest: int, longest: int) -> Samples:
     return {"train_log_probs": train, "rollout_log_probs": rollout, "loss_masks": masks}
 
 
-def per_sample(config: MisConfig, samples: Samples) -> tuple[list[Tensor], list[Tensor], dict[str, float]]:
+def per_sample(config: MisSettings, samples: Samples) -> tuple[list[Tensor], list[Tensor], dict[str, float]]:
     """The reference: a loop over samples; statistics are averaged at the end."""
     weights, masks, statistics = [], [], []
     (low, high), (low_rs, high_rs) = config.tis_bounds, config.rs_bounds
@@ -146,7 +146,7 @@ def main() -> None:
     print(f"{'settings':20}{'ours, ms':>12}{'reference, ms':>16}{'ratio':>8}")
     ratios = {}
     for name, settings in VARIANTS.items():
-        config = MisConfig(**settings)
+        config = MisSettings(**settings)
         ours, reference = milliseconds(
             [
                 lambda config=config: compute_mis_weights(config, **samples),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from generate_with_search import SEARCH_R1_CONFIGS
+from generate_with_search import SearchSettings
 from local_search_server import check_proxy_url, check_search_url, local_search
 from sleuth.search import QueryError, SearchError, http, shared_session, to_passage
 from tests.retriever.scripted import ScriptedRetriever
@@ -298,7 +298,7 @@ def test_the_default_retries_outlast_a_restart_and_then_fail(
             return web.Response(status=502, text="starting")
         return web.json_response(GOOD)
 
-    retries = SEARCH_R1_CONFIGS["search_retries"]
+    retries = SearchSettings.model_fields["search_retries"].default
     if down_seconds == 30.0:
         assert search(handler, retries=retries)
     else:

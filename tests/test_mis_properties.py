@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mis import MisConfig, compute_mis_weights, compute_mis_weights_with_cp
+from mis import MisSettings, compute_mis_weights, compute_mis_weights_with_cp
 
 levels = st.sampled_from(["token", "sequence", "geometric"])
 configs = st.fixed_dictionaries(
@@ -43,7 +43,7 @@ def lists(drawn: list[list[tuple[float, float, bool]]]) -> dict[str, list[torch.
 @given(drawn=samples, config=configs)
 @settings(deadline=None, max_examples=150)
 def test_weights_masks_and_metrics_are_always_finite_and_within_bounds(drawn: Any, config: dict[str, Any]) -> None:
-    batch, checked = lists(drawn), MisConfig(**config)
+    batch, checked = lists(drawn), MisSettings(**config)
     weights, masks, metrics = compute_mis_weights(checked, **batch)
     assert all(math.isfinite(value) for value in metrics.values()), metrics
     for weight, mask, old in zip(weights, masks, batch["loss_masks"], strict=True):
@@ -66,7 +66,7 @@ def test_what_stands_at_masked_tokens_never_matters(drawn: Any, config: dict[str
         for values, mask in zip(spoilt[name], clean["loss_masks"], strict=True):
             for position in (mask == 0).nonzero().flatten().tolist():
                 values[position] = data.draw(broken)
-    first, second = (compute_mis_weights(MisConfig(**config), **batch) for batch in (clean, spoilt))
+    first, second = (compute_mis_weights(MisSettings(**config), **batch) for batch in (clean, spoilt))
     assert all(torch.equal(a, b) for a, b in zip(first[0] + first[1], second[0] + second[1], strict=True))
     assert first[2] == second[2]
 
@@ -92,9 +92,9 @@ def test_broken_trainable_tokens_are_counted_and_cost_their_samples(
     arguments = {"pg_loss": torch.ones(sum(lengths)), "total_lengths": lengths, "response_lengths": lengths}
     if every_sample_is_broken:
         with pytest.raises(FloatingPointError, match="no other sample"):
-            compute_mis_weights_with_cp(MisConfig(**config), **arguments, **batch)
+            compute_mis_weights_with_cp(MisSettings(**config), **arguments, **batch)
         return
-    loss, masks, metrics = compute_mis_weights_with_cp(MisConfig(**config), **arguments, **batch)
+    loss, masks, metrics = compute_mis_weights_with_cp(MisSettings(**config), **arguments, **batch)
     assert loss.isfinite().all()
     assert (metrics["mis/nonfinite_tokens"], metrics["mis/nonfinite_samples"]) == (bad, len(set(rejected)))
     assert not any(masks[number].any() for number in rejected)
@@ -107,8 +107,10 @@ def test_the_order_of_samples_does_not_matter(drawn: Any, config: dict[str, Any]
     drawn = [[(max(min(a, 50.0), -50.0), max(min(b, 50.0), -50.0), mask) for a, b, mask in part] for part in drawn]
     order = list(range(len(drawn)))
     seed.shuffle(order)
-    weights, masks, _ = compute_mis_weights(MisConfig(**config), **lists(drawn))
-    shuffled, shuffled_masks, _ = compute_mis_weights(MisConfig(**config), **lists([drawn[number] for number in order]))
+    weights, masks, _ = compute_mis_weights(MisSettings(**config), **lists(drawn))
+    shuffled, shuffled_masks, _ = compute_mis_weights(
+        MisSettings(**config), **lists([drawn[number] for number in order])
+    )
     for place, number in enumerate(order):
         torch.testing.assert_close(shuffled[place], weights[number], rtol=1e-6, atol=0)
         assert torch.equal(shuffled_masks[place], masks[number])

@@ -85,6 +85,7 @@ SEARCH = (
     Metric("search/status_error_rate", "share", "requests that were answered with another status than 200"),
     Metric("search/response_error_rate", "share", "requests whose answer was no list of passages"),
     Metric("search/backend_error_rate", "share", "requests in which a backend of the user's own raised an error"),
+    Metric("search/refused_query_rate", "share", "requests whose query was refused, as one that is too long"),
     Metric("search/latency_p50", "s", "median time of a request, retries included"),
     Metric("search/latency_p95", "s", "95th percentile of that time"),
 )

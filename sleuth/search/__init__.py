@@ -11,6 +11,7 @@ from sleuth.search.http import (
 )
 from sleuth.search.observation import Passage, format_observation, to_passage
 from sleuth.search.service import (
+    Backend,
     SearchService,
     SearchUnavailableError,
     drain_search_metrics,
@@ -19,6 +20,7 @@ from sleuth.search.service import (
 )
 
 __all__ = [
+    "Backend",
     "Passage",
     "QueryError",
     "SearchError",

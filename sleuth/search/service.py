@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sleuth.hooks.context import StopRunError, step_metrics
-from sleuth.search.http import SearchError, with_search_retries
+from sleuth.search.http import QueryError, SearchError, is_query_fault, with_search_retries
 from sleuth.search.observation import Passage, to_passage
 
 logger = logging.getLogger(__name__)
@@ -21,6 +21,10 @@ WINDOW = 200
 """Over how many of the last searches the failure rate is taken."""
 FEWEST = 20
 """Fewer searches than this do not tell a rate."""
+
+
+Backend = Callable[[str], Awaitable[Sequence[Any]]]
+"""What searches for one query."""
 
 
 class SearchUnavailableError(StopRunError):
@@ -37,7 +41,7 @@ class SearchService:
 
     def __init__(
         self,
-        backend: Callable[[str], Awaitable[Sequence[Any]]],
+        backend: Backend,
         *,
         concurrency: int,
         cache_size: int = 0,
@@ -52,7 +56,11 @@ class SearchService:
         self._failed: deque[bool] = deque(maxlen=WINDOW)
 
     async def search(self, query: str) -> list[Passage]:
-        """The passages for the query. Raises SearchError, or SearchUnavailableError once too many failed."""
+        """The passages for the query.
+
+        Raises QueryError if the query itself was refused, SearchError if the search failed, SearchUnavailableError once
+        too many did.
+        """
         if query in self._cache:
             self._cache.move_to_end(query)
             _statistics.count("cache_hits")
@@ -85,6 +93,10 @@ class SearchService:
             start = time.perf_counter()
             try:
                 passages = _passages(await self._backend(query))
+            except QueryError:
+                _statistics.record("query", time.perf_counter() - start)
+                self._failed.append(False)  # the backend is well
+                raise
             except SearchError as error:
                 _statistics.record(error.kind, time.perf_counter() - start)
                 self._failed.append(True)
@@ -122,18 +134,20 @@ def shared_service(key: Any, make: Callable[[], SearchService]) -> SearchService
 
 def guarded_backend(
     function: Callable[[str, int], Awaitable[Sequence[Any]]], name: str, *, topk: int, timeout: float, retries: int
-) -> Callable[[str], Awaitable[Sequence[Any]]]:
+) -> Backend:
     """A user's own `async def search(query, topk)` with a timeout (seconds an attempt), retries and typed errors."""
 
     async def attempt(query: str) -> Sequence[Any]:
         try:
             async with asyncio.timeout(timeout):
                 return await function(query, topk)
-        except SearchError:
+        except (SearchError, QueryError):
             raise
         except TimeoutError:
             raise SearchError(f"{name}: no answer within {timeout} s", "timeout", retryable=True) from None
         except Exception as error:
+            if is_query_fault(error):
+                raise QueryError(f"{name}: {type(error).__name__}: {error}", str(error)) from error
             raise SearchError(f"{name}: {type(error).__name__}: {error}", "backend", retryable=True) from error
 
     return lambda query: with_search_retries(lambda: attempt(query), retries)
@@ -173,6 +187,7 @@ _RATES = {
     "status": "status_error_rate",
     "response": "response_error_rate",
     "backend": "backend_error_rate",
+    "query": "refused_query_rate",
 }
 
 
