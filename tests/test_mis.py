@@ -448,7 +448,7 @@ def test_wrong_settings_are_refused_before_a_run_starts(tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
     path.write_text("tis_mode: drop\n")
     args = parse_args([*BASE, "--use-tis", "--custom-config-path", str(path), *HOOK])
-    with pytest.raises(ValueError, match=r"mis\.yaml: tis_mode: expected .*, found 'drop'"):
+    with pytest.raises(ValueError, match=r"mis: tis_mode: expected .*, found 'drop'"):
         check_hooks(args.model_copy(update={"custom_rm_path": None}))
     with pytest.raises(ValueError, match="settings of an importance-sampling hook, found none"):
         parse_args([*BASE, "--use-tis", "--custom-config-path", "mis.yaml"])
