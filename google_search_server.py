@@ -2,16 +2,22 @@
 
     passages = await google_search(api_key, "capital of France", top_k=3)
 
-Like `local_search_server.py`: a failure is a `SearchError` after its retries, never an empty list.
+Like `local_search_server.py`: a failure is a `SearchError` after its retries, never an empty list; a query that is
+refused is a `QueryError`.
+
+What becomes a passage, in this order: the answer box, the knowledge graph's entry, the organic results with a snippet;
+where there is none of these, the questions that people also ask.
+
 The key travels in a header only; no message or log holds it.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
-from sleuth.search import SearchError, request_text, with_search_retries
+from sleuth.search import QueryError, SearchError, clean_query, request_text, with_search_retries
 from sleuth.search.pages import page_contexts
 
 SERPER_URL = "https://google.serper.dev/search"
@@ -32,19 +38,25 @@ async def google_search(
 ) -> list[dict[str, Any]]:
     """Up to `top_k` passages for the query, best first: `[{"document": {"contents": '"title"\\\\ntext'}}]`.
 
-    `timeout`: seconds an attempt may take. Raises SearchError after `retries` further attempts, or at once
-    where another attempt cannot help (a refused key, for one). Without `snippet_only` the pages are fetched and
+    `timeout`: seconds an attempt may take. `proxy`: the only one that is used; the environment's are not. Raises
+    QueryError if the query is blank or refused, SearchError after `retries` further attempts, or at once where another
+    attempt cannot help (a refused key, for one). Without `snippet_only` the pages are fetched and
     what stands around the snippets is taken; where that fails, the snippet stands.
     """
     url = serper_url or SERPER_URL
-    body = {"q": query, "num": max(top_k, FEWEST_RESULTS)}
+    body = {"q": clean_query(query), "num": max(top_k, FEWEST_RESULTS)}
 
     async def attempt() -> list[dict[str, str]]:
         headers = {"X-API-KEY": api_key}
         options = {"json": body, "headers": headers, "proxy": proxy}
         # Errors quote the beginning of an answer, which may quote the key.
-        text = await request_text("POST", url, timeout=timeout, hidden=api_key, **options)
-        return parse_organic(text, url)
+        try:
+            text = await request_text("POST", url, timeout=timeout, hidden=api_key, **options)
+        except QueryError as error:
+            if "not enough credits" in error.reason.lower():  # a 400 that no query causes
+                raise SearchError(str(error), "status") from None
+            raise
+        return parse_results(text, url)
 
     results = (await with_search_retries(attempt, retries))[:top_k]
     texts = [result["snippet"] for result in results]
@@ -56,22 +68,59 @@ async def google_search(
     ]
 
 
-def parse_organic(text: str, source: str) -> list[dict[str, str]]:
-    """The organic results with a snippet, as title, link ("" if none) and snippet; SearchError if it is no answer."""
+def parse_results(text: str, source: str) -> list[dict[str, str]]:
+    """What was found, as title, link ("" if there is no page to read) and snippet; SearchError if it is no answer."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
         raise SearchError(f"{source}: expected JSON, found {text[:200]!r}", "response") from None
     if not isinstance(body, dict):
         body = {}
-    # An answer without any organic result says so by what was asked; an error payload does not.
-    organic = body.get("organic", [] if "searchParameters" in body else None)
+    # An answer that found nothing says so by what was asked; an error payload does not.
+    is_answer = body.keys() & {"searchParameters", "answerBox", "knowledgeGraph", "peopleAlsoAsk"}
+    organic = [] if is_answer and body.get("organic") is None else body.get("organic")
     if not isinstance(organic, list):
         raise SearchError(f"{source}: expected a list 'organic', found {text[:200]!r}", "response")
-    items = [item for item in organic if isinstance(item, dict) and isinstance(item.get("snippet"), str)]
-    return [
-        {key: _text(item.get(key)) for key in ("title", "link", "snippet")} for item in items if item["snippet"].strip()
+    answers = [*_answer_box(body.get("answerBox")), *_knowledge_graph(body.get("knowledgeGraph"))]
+    told = {answer["snippet"] for answer in answers}  # the answer is often an organic result's, word for word
+    found = [*answers, *(result for result in _with_snippet(organic) if result["snippet"] not in told)]
+    asked = body.get("peopleAlsoAsk")
+    return found or _with_snippet(asked if isinstance(asked, list) else [])
+
+
+def _with_snippet(items: list[Any]) -> list[dict[str, str]]:
+    results = [
+        {key: _text(item.get(key)) for key in ("title", "link", "snippet")} for item in items if isinstance(item, dict)
     ]
+    return [result for result in results if result["snippet"]]
+
+
+def _answer_box(box: Any) -> Iterator[dict[str, str]]:
+    """The direct answer, with or without the sentence it was taken from."""
+    if not isinstance(box, dict):
+        return
+    answer, snippet = _value(box.get("answer")), _text(box.get("snippet"))
+    if text := " ".join(filter(None, [answer, snippet])) or _value(box.get("snippetHighlighted")):
+        # A page is read around a snippet only: an answer may stand anywhere in it.
+        yield {"title": _text(box.get("title")), "link": "" if answer else _text(box.get("link")), "snippet": text}
+
+
+def _knowledge_graph(entry: Any) -> Iterator[dict[str, str]]:
+    """An entry's kind, description and attributes, one a line."""
+    if not isinstance(entry, dict):
+        return
+    attributes = entry.get("attributes")
+    pairs = attributes.items() if isinstance(attributes, dict) else ()
+    facts = [f"{name}: {text}" for name, value in pairs if (text := _value(value))]
+    if lines := [*filter(None, [_text(entry.get("type")), _text(entry.get("description"))]), *facts]:
+        yield {"title": _text(entry.get("title")), "link": "", "snippet": "\n".join(lines)}
+
+
+def _value(value: Any) -> str:
+    """A text, a number, or several of them in a list; "" for anything else."""
+    if isinstance(value, list):
+        return "; ".join(filter(None, (_value(item) for item in value if not isinstance(item, list))))
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else _text(value)
 
 
 def _text(value: Any) -> str:

@@ -1,21 +1,24 @@
-"""Importance sampling between engine and trainer: the mismatch correction (MIS) of rollouts.
-
-The engine that sampled a token and the trainer that learns from it never compute quite the same probability: other
-kernels, another precision, weights that are some steps old. This hook weights each token by
-
-    trainer's probability of it / engine's probability of it
-
-within bounds, or rejects what is too far off, and measures the mismatch:
+"""Correction for the mismatch between the engine that samples and the trainer that learns (MIS).
 
     --use-tis --custom-config-path mis.yaml --custom-tis-function-path mis.compute_mis_weights_with_cp
 
-`mis.yaml` holds the settings, docs/mismatch.md says which to choose, docs/metrics.md lists the metrics.
-`compute_mis_weights` needs nothing but tensors. The trainer's log-probabilities are those of the policy before the
-step's updates, at the rollout temperature. All statistics are over the optimizer step: what is summed here is completed
-by `reduce`, so that nothing depends on micro-batches or ranks. Log weights are bounded to [-20, 20] nats before `exp`.
+Engine and trainer never give a token quite the same probability: they use other kernels, often another precision, and
+the engine's weights may be some steps old. This hook multiplies each token's loss by a weight, or rejects the token,
+and measures the mismatch. With d = log p_trainer(token) - log p_engine(token), in nats:
+
+    level    token: the log-ratio of a token is its own d; sequence: the sum of d over its sample; geometric: their mean
+    ratio    exp(log-ratio), with the exponent bounded to [-20, 20]
+    weight   tis_mode truncate: min(ratio, upper); clip: into [lower, upper]; mask: the ratio, rejected if out of bounds
+    use_rs   rejects tokens whose ratio at rs_level is outside of [rs_lower_bound, rs_upper_bound]
+    veto     with use_rs: rejects a sample if exp(d) < rs_veto_threshold at any of its tokens
+
+p_trainer is the policy's before the step's updates, at the rollout temperature. Only tokens whose loss mask is not 0
+take part. All statistics are float64 and over the whole optimizer step: `reduce` completes them over ranks, so nothing
+depends on micro-batches or the layout.
+
 Source of the weights: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; of
-masks, sequence levels and veto: Liu, Li et al. 2025, "When speed kills stability: demystifying RL collapse from the
-training-inference mismatch".
+mode mask, sequence levels and veto: Liu, Li et al. 2025, "When speed kills stability: demystifying RL collapse from the
+training-inference mismatch". docs/mismatch.md says which setting helps when, docs/metrics.md lists the metrics.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
@@ -33,18 +36,23 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from sleuth.mismatch import MAX_EXPONENT, Level, TrainableTokens, bound_exponent, join
-
 logger = logging.getLogger(__name__)
 
-BLOCK_TOKENS = 32768
-"""Response tokens that are corrected at a time, whole samples; it changes nothing but the speed."""
+MAX_EXPONENT = 20.0
+"""Log-ratios are bounded to [-20, 20] nats before `exp`: a ratio lies between 2e-9 and 4.9e8."""
+
+Level = Literal["token", "sequence", "geometric"]
+Sums = dict[str, tuple[float, float]]
+"""Of each metric that is a mean: the sum of its values and their number. The number is 0 for what is only counted."""
 
 
 class Reduce(Protocol):
     """Completes a tensor of this rank's sums (or maxima) over all ranks that hold other samples."""
 
     def __call__(self, values: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor: ...
+
+
+# Settings
 
 
 class MisConfig(BaseModel):
@@ -137,6 +145,9 @@ def check_args(args: Any) -> None:
         raise ValueError(f"mis_dump_dir: expected a folder that can be written, found {existing}; choose another")
 
 
+# The hook
+
+
 def compute_mis_weights_with_cp(
     args: Any,
     *,
@@ -169,7 +180,7 @@ def compute_mis_weights_with_cp(
         loss_masks=loss_masks,
         reduce=kwargs.get("reduce"),
     )
-    factor, kept = join(weights).to(pg_loss), join(masks).to(pg_loss.device) != 0
+    factor, kept = _join(weights).to(pg_loss), _join(masks).to(pg_loss.device) != 0
     return torch.where(kept, pg_loss * factor, 0.0), masks, metrics
 
 
@@ -192,35 +203,37 @@ def compute_mis_weights(
     infinite at trainable tokens with `mis_nonfinite: stop`, or in every sample.
     """
     config = MisConfig.of(args)
-    for name, values in (
-        ("loss_masks", loss_masks),
-        ("train_log_probs", train_log_probs),
-        ("rollout_log_probs", rollout_log_probs),
-    ):
-        _check_rows(name, values)
-    lengths = [len(mask) for mask in loss_masks]
-    for name, values in (("train_log_probs", train_log_probs), ("rollout_log_probs", rollout_log_probs)):
-        if [len(value) for value in values] != lengths:
-            raise ValueError(f"expected {name} as long as loss_masks, {lengths}, found {[len(v) for v in values]}")
-    parts = [
-        _correct(config, train_log_probs[block], rollout_log_probs[block], loss_masks[block], lengths[block])
-        for block in _blocks(lengths)
-    ]
-    samples = torch.cat([part.samples for part in parts], dim=1)
-    maxima = _reduce(_maxima(parts, samples), "max", reduce)
-    totals = _reduce(_totals(parts, samples, maxima["sample_log_ratio"]), "sum", reduce)
-    _check_finite(config, totals)
-    if totals["samples"] and not totals["kept_samples"]:
-        logger.warning(
-            "every sample of this optimizer step is rejected, so nothing is learned from it; widen the bounds"
-        )
-    norm = totals["weights"] / totals["units"] if config.tis_batch_normalize and totals["weights"] else 1.0
-    rows = [part.weights if norm == 1.0 else part.weights / norm for part in parts]
-    weights = [w for row, block in zip(rows, _blocks(lengths), strict=True) for w in row.split(lengths[block])]
-    return weights, [mask for part in parts for mask in part.masks], _metrics(config, totals, maxima, norm)
+    _check_rows("loss_masks", loss_masks, loss_masks)
+    _check_rows("train_log_probs", train_log_probs, loss_masks)
+    _check_rows("rollout_log_probs", rollout_log_probs, loss_masks)
+    tokens = _Tokens.of(train_log_probs, rollout_log_probs, loss_masks)
+
+    kept, weights, sums = torch.ones_like(tokens.log_ratio, dtype=torch.bool), torch.ones_like(tokens.log_ratio), Sums()
+    if config.use_rs:
+        kept, sums = _reject(config, tokens)
+    if config.use_tis:
+        weights, within, more = _weigh(config, tokens)
+        kept, sums = kept & within, sums | more
+    used = tokens.units(weights, config.tis_level)[tokens.units_with(kept, config.tis_level)]
+    maxima = _reduce_maxima(
+        {
+            "sample_log_ratio": tokens.sample_log_ratio,
+            "log_ppl_diff": (tokens.sample_log_ratio / tokens.counts).abs(),
+            "weight": used,
+            "minus_weight": -used,
+        },
+        reduce,
+    )
+    sums = _reduce_sums(sums | _statistics(tokens, kept, used, maxima["sample_log_ratio"]), reduce)
+    _check_what_is_left(config, sums)
+    total, number = sums["weight"]
+    norm = total / number if config.tis_batch_normalize and number else 1.0
+    new_weights = tokens.to_rows(torch.where(kept, weights / norm, 0.0).float())
+    new_masks = [mask * row for mask, row in zip(loss_masks, tokens.to_rows(kept), strict=True)]
+    return new_weights, new_masks, _metrics(config, sums, maxima, norm)
 
 
-def _check_rows(name: str, values: Sequence[Tensor]) -> None:
+def _check_rows(name: str, values: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     for number, value in enumerate(values):
         if not torch.is_tensor(value) or value.dim() != 1:
             found = f"one of shape {list(value.shape)}" if torch.is_tensor(value) else type(value).__name__
@@ -228,245 +241,235 @@ def _check_rows(name: str, values: Sequence[Tensor]) -> None:
                 f"expected {name} as a list of 1-D tensors, one a sample, found {found} at {number}; give each "
                 "sample's row for itself"
             )
+    lengths, found_lengths = [len(mask) for mask in masks], [len(value) for value in values]
+    if found_lengths != lengths:
+        raise ValueError(f"expected {name} as long as loss_masks, {lengths}, found {found_lengths}")
 
 
-def _blocks(lengths: Sequence[int]) -> Iterator[slice]:
-    """The samples, some at a time: a CPU is quickest where what it computes with stays in its cache."""
-    start = size = 0
-    for number, length in enumerate(lengths):
-        if size and size + length > BLOCK_TOKENS:
-            yield slice(start, number)
-            start, size = number, 0
-        size += length
-    yield slice(start, len(lengths))  # one at least, also of no samples
+def _join(values: Sequence[Tensor]) -> Tensor:
+    """One row of all samples, also of none."""
+    return torch.cat(list(values)) if len(values) else torch.zeros(0)
+
+
+# Tokens and samples
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """What became of a block of n samples: the weights [T] of all their response tokens, in one row, and their masks.
+class _Tokens:
+    """The N trainable tokens of the n samples that have any, sample after sample.
 
-    samples: [4, n], see below. sums: over trainable tokens and over the units of the level, by name.
-    smallest, largest: weight of a unit that keeps a token; infinities where none does.
+    Samples with a NaN or infinite log-probability at a trainable token are not among them, only counted.
+
+    place: [N] index among all response tokens. sample: [N] number of the token's sample, 0 to n - 1. counts: [n] tokens
+    of each sample. log_ratio: [N] trainer's minus engine's log-probability. train, rollout: [n] sums of the
+    log-probabilities. lengths: of all samples' responses. nonfinite: tokens and samples that were left out.
     """
 
-    weights: Tensor
-    masks: list[Tensor]
-    samples: Tensor
-    sums: dict[str, float]
-    smallest: float
-    largest: float
+    lengths: list[int]
+    place: Tensor
+    sample: Tensor
+    counts: Tensor
+    log_ratio: Tensor
+    train: Tensor
+    rollout: Tensor
+    nonfinite: tuple[int, int]
+
+    @classmethod
+    def of(cls, train_rows: Sequence[Tensor], rollout_rows: Sequence[Tensor], masks: Sequence[Tensor]) -> Self:
+        lengths = [len(mask) for mask in masks]
+        place = (_join(masks) != 0).nonzero().squeeze(1)
+        sample = torch.repeat_interleave(torch.tensor(lengths, dtype=torch.long, device=place.device))[place]
+        train, rollout = _join(train_rows)[place].double(), _join(rollout_rows)[place].double()
+        bad = ~(train - rollout).isfinite()  # so it is where either is NaN or infinite
+        bad_samples = sample[bad].unique()
+        if len(bad_samples):
+            good = ~torch.isin(sample, bad_samples)
+            place, sample, train, rollout = place[good], sample[good], train[good], rollout[good]
+        _, sample, counts = torch.unique_consecutive(sample, return_inverse=True, return_counts=True)
+        return cls(
+            lengths=lengths,
+            place=place,
+            sample=sample,
+            counts=counts,
+            log_ratio=train - rollout,
+            train=_per_sample(train, counts),
+            rollout=_per_sample(rollout, counts),
+            nonfinite=(int(bad.sum()), len(bad_samples)),
+        )
+
+    @property
+    def sample_log_ratio(self) -> Tensor:
+        """[n] Of whole samples: the sum over their tokens."""
+        return self.train - self.rollout
+
+    def log_ratio_at(self, level: Level) -> Tensor:
+        """[N] Each token's log-ratio at a level; tokens of one sample share that of the sample."""
+        if level == "token":
+            return self.log_ratio
+        ratio = self.sample_log_ratio
+        return (ratio if level == "sequence" else ratio / self.counts)[self.sample]
+
+    def units(self, values: Tensor, level: Level) -> Tensor:
+        """One value for each unit of a level: of all tokens [N], or of samples [n], whose tokens share it."""
+        return values if level == "token" else values[self.counts.cumsum(0) - self.counts]
+
+    def units_with(self, tokens: Tensor, level: Level) -> Tensor:
+        """The units that have some of these tokens (bool [N]): bool [N] or [n]."""
+        return tokens if level == "token" else _per_sample(tokens.double(), self.counts) > 0
+
+    def to_rows(self, values: Tensor) -> list[Tensor]:
+        """Values [N] -> a row of each sample's response tokens, 0 (or False) at those that are not among the N."""
+        row = values.new_zeros(sum(self.lengths)).index_copy_(0, self.place, values)
+        return list(row.split(self.lengths))
 
 
-_COUNT, _KEPT, _TRAIN, _ROLLOUT = range(4)
-"""Rows of `_Part.samples`: trainable tokens, those kept of them, and both sums of log-probabilities over the former."""
+def _per_sample(values: Tensor, counts: Tensor) -> Tensor:
+    """Sums of values [N] over samples of `counts` [n] tokens. (`unsafe` leaves out a check that no samples fail.)"""
+    return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True)
 
 
-def _correct(
-    config: MisConfig,
-    train: Sequence[Tensor],
-    rollout: Sequence[Tensor],
-    masks: Sequence[Tensor],
-    lengths: Sequence[int],
-) -> _Part:
-    tokens, level = TrainableTokens.pack(train, rollout, masks, lengths), config.tis_level
-    sums, kept = _mismatch(tokens), None
-    if config.use_rs:
-        kept, more = _reject(config, tokens)
-        sums |= more
-    weights = torch.ones_like(tokens.units(level))
-    if config.use_tis:
-        weights, within, more = _bound(config, tokens)
-        sums |= more
-        if within is not None:
-            within = tokens.spread(within, level)
-            kept = within if kept is None else kept & within
-    numbers = None if kept is None else kept.double()
-    sample_kept = tokens.counts.double() if numbers is None else tokens.per_sample(numbers)
-    if level != "token":
-        weights = weights * (sample_kept > 0)  # finite, so this selects
-    elif numbers is not None:
-        weights = weights * numbers
-    units = float(sample_kept.sum() if level == "token" else (sample_kept > 0).sum())
-    sums |= {"units": units, "weights": float(weights.sum()), "square_weights": float(torch.dot(weights, weights))}
-    per_token = tokens.spread(weights, level)
-    if level != "token" and numbers is not None:
-        per_token = per_token * numbers
-    smallest, largest = math.inf, -math.inf
-    if units:
-        smallest, largest = map(float, (weights if units == len(weights) else weights[weights > 0]).aminmax())
-    return _Part(
-        tokens.to_row(per_token.float()),
-        list(masks) if kept is None and not tokens.nonfinite[0] else tokens.new_masks(kept, masks),
-        torch.stack([tokens.counts.double(), sample_kept, tokens.train, tokens.rollout]),
-        sums,
-        smallest,
-        largest,
-    )
+# Weights and rejection
 
 
-def _mismatch(tokens: TrainableTokens) -> dict[str, float]:
-    """What is summed over tokens, whatever becomes of them."""
-    bounded, excess = tokens.bounded, tokens.excess
-    return {
-        "kl": -float(tokens.log_ratio.sum()),
-        "k3": float((excess - bounded).sum()),
-        "square_ratios": float(torch.dot(excess, excess) + 2.0 * excess.sum()) + len(excess),
-        "nonfinite_tokens": float(tokens.nonfinite[0]),
-        "nonfinite_samples": float(tokens.nonfinite[1]),
-    }
-
-
-def _bound(config: MisConfig, tokens: TrainableTokens) -> tuple[Tensor, Tensor | None, dict[str, float]]:
-    """The units' weights within the bounds, which units mode mask leaves (None: all), and counts."""
+def _weigh(config: MisConfig, tokens: _Tokens) -> tuple[Tensor, Tensor, Sums]:
+    """Weights [N] within the bounds, which tokens [N] mode mask leaves (else all), and metrics."""
     level, mode, (lower, upper) = config.tis_level, config.tis_mode, config.tis_bounds
-    log_weights = tokens.units(level)
-    weights = tokens.excess + 1.0 if level == "token" else bound_exponent(log_weights).exp()
-    outside = {"high": log_weights > _log(upper)}
-    if mode != "truncate":
-        outside["low"] = log_weights < _log(lower)
-    # Samples without a token have a log-ratio of 0, so a weight of exactly 1, which is always within bounds.
-    absent = 0 if level == "token" else int((tokens.counts == 0).sum())
-    sums = {"before": float(weights.sum()) - absent, "present": float(len(weights) - absent)}
-    within = None
+    log_ratio = tokens.log_ratio_at(level)
+    low, high = log_ratio < _log(lower), log_ratio > _log(upper)
+    ratio = _exp(log_ratio)
+    weights, within = ratio.clamp(0.0 if mode == "truncate" else lower, upper), torch.ones_like(high)
+    before, after = tokens.units(ratio, level), tokens.units(weights, level)
     if mode == "mask":
-        within = ~(outside["low"] | outside["high"])
-        after, bounded = float(torch.dot(weights, within.double())), int(within.sum())
-    else:
-        weights = weights.clamp(lower if mode == "clip" else 0.0, upper)
-        after, bounded = float(weights.sum()), len(weights)
-    sums |= {"after": after - absent, "bounded": float(bounded - absent)}
-    for side, units in outside.items():
-        name = "tis_truncate_fraction" if mode == "truncate" else f"tis_{mode}_fraction_{side}"
-        sums[name] = tokens.count(units, level)
-    return weights, within, sums
+        within = ~(low | high)
+        after = after[tokens.units(within, level)]
+    sums = {"tis_weight_before_bound": _total(before), "tis_weight_after_bound": _total(after)}
+    if mode == "truncate":
+        return weights, within, sums | {"tis_truncate_fraction": _total(high)}
+    return weights, within, sums | {f"tis_{mode}_fraction_low": _total(low), f"tis_{mode}_fraction_high": _total(high)}
 
 
-def _reject(config: MisConfig, tokens: TrainableTokens) -> tuple[Tensor, dict[str, float]]:
-    """Rejection by `rs_*`: which tokens [N] are kept, and counts."""
-    level, (lower, upper) = config.rs_level, config.rs_bounds
-    units = tokens.units(level)
-    low, high = units < _log(lower), units > _log(upper)
-    sums: dict[str, float] = {
-        "rs_mask_fraction_low": tokens.count(low, level),
-        "rs_mask_fraction_high": tokens.count(high, level),
-    }
-    kept = tokens.spread(~(low | high), level)
+def _reject(config: MisConfig, tokens: _Tokens) -> tuple[Tensor, Sums]:
+    """Rejection by `rs_*`: which tokens [N] are kept, and metrics."""
+    log_ratio, (lower, upper) = tokens.log_ratio_at(config.rs_level), config.rs_bounds
+    low, high = log_ratio < _log(lower), log_ratio > _log(upper)
+    kept, sums = ~(low | high), {"rs_mask_fraction_low": _total(low), "rs_mask_fraction_high": _total(high)}
     if config.rs_veto_threshold is not None:
-        catastrophic = tokens.log_ratio < math.log(config.rs_veto_threshold)
-        vetoed = tokens.per_sample(catastrophic.double()) > 0
-        sums |= {"veto_token_fraction": int(catastrophic.sum()), "veto_sample_fraction": int(vetoed.sum())}
-        kept = kept & ~tokens.spread(vetoed, "sequence")
+        impossible = tokens.log_ratio < _log(config.rs_veto_threshold)
+        vetoed = tokens.units_with(impossible, "sequence")
+        kept = kept & ~vetoed[tokens.sample]
+        sums |= {"veto_token_fraction": _total(impossible), "veto_sample_fraction": _total(vetoed)}
     return kept, sums
 
 
-def _maxima(parts: Sequence[_Part], samples: Tensor) -> dict[str, float]:
-    """What is largest on this rank; minus infinity where there is nothing."""
-    present = samples[:, samples[_COUNT] > 0]
-    log_ratio = present[_TRAIN] - present[_ROLLOUT]
-    some = log_ratio.numel() > 0
-    return {
-        "sample_log_ratio": float(log_ratio.max()) if some else -math.inf,
-        "log_ppl_diff": float((log_ratio / present[_COUNT]).abs().max()) if some else -math.inf,
-        "weight": max(part.largest for part in parts),
-        "minus_weight": max(-part.smallest for part in parts),
-    }
-
-
-def _totals(parts: Sequence[_Part], samples: Tensor, largest: float) -> dict[str, float]:
-    """Sums over this rank's tokens and samples; `largest` is that log-ratio of a sample over all ranks."""
-    counts, kept, train, rollout = samples[:, samples[_COUNT] > 0]
-    train_log_ppl, rollout_log_ppl = -train / counts, -rollout / counts
-    difference = train_log_ppl - rollout_log_ppl
-    rows = {
-        "tokens": counts,
-        "samples": torch.ones_like(counts),
-        "kept_tokens": kept,
-        "kept_samples": kept > 0,
-        "train_log_ppl": train_log_ppl,
-        "rollout_log_ppl": rollout_log_ppl,
-        "train_ppl": bound_exponent(train_log_ppl).exp(),
-        "rollout_ppl": bound_exponent(rollout_log_ppl).exp(),
-        "log_ppl_diff": difference,
-        "log_ppl_abs_diff": difference.abs(),
-        "square_sample_ratios": (2.0 * (train - rollout - largest)).exp(),
-    }
-    sums = {name: sum(part.sums[name] for part in parts) for name in parts[0].sums}
-    return sums | {name: float(row.sum()) for name, row in rows.items()}
-
-
-def _metrics(
-    config: MisConfig, totals: Mapping[str, float], maxima: Mapping[str, float], norm: float
-) -> dict[str, float]:
-    """Those of METRICS that the settings have, from what was completed over ranks."""
-    tokens, samples, units = (max(totals[name], 1.0) for name in ("tokens", "samples", "units"))
-    chi2_token = _log_mean(totals["square_ratios"], tokens)
-    chi2_sequence = _log_mean(totals["square_sample_ratios"], samples)
-    if totals["samples"]:
-        chi2_sequence += 2.0 * maxima["sample_log_ratio"]
-    of_samples = ("train_log_ppl", "rollout_log_ppl", "train_ppl", "rollout_ppl", "log_ppl_diff", "log_ppl_abs_diff")
-    metrics = {name: totals[name] / samples for name in of_samples} | {
-        "log_ppl_diff_max": max(maxima["log_ppl_diff"], 0.0),
-        "kl": totals["kl"] / tokens,
-        "k3": totals["k3"] / tokens,
-        "log_chi2_token": chi2_token,
-        "log_chi2_sequence": chi2_sequence,
-        "chi2_token": math.expm1(min(chi2_token, MAX_EXPONENT)),
-        "chi2_sequence": math.expm1(min(chi2_sequence, MAX_EXPONENT)),
-        "rejected_token_fraction": (totals["tokens"] - totals["kept_tokens"]) / tokens,
-        "rejected_sample_fraction": (totals["samples"] - totals["kept_samples"]) / samples,
-        "nonfinite_tokens": totals["nonfinite_tokens"],
-        "nonfinite_samples": totals["nonfinite_samples"],
-    }
-    metrics |= {name: totals[name] / tokens for name in totals if name.startswith(("tis_", "rs_", "veto_token"))}
-    if "veto_sample_fraction" in totals:
-        metrics["veto_sample_fraction"] = totals["veto_sample_fraction"] / samples
-    if config.use_tis:
-        metrics |= {
-            "tis_weight_before_bound": totals["before"] / max(totals["present"], 1.0),
-            "tis_weight_after_bound": totals["after"] / max(totals["bounded"], 1.0),
-            "tis_weight_mean": totals["weights"] / units / norm,
-            "tis_weight_min": max(-maxima["minus_weight"], 0.0) / norm if totals["units"] else 0.0,
-            "tis_weight_max": max(maxima["weight"], 0.0) / norm,
-            "effective_sample_size": totals["weights"] ** 2 / (units * totals["square_weights"] or 1.0),
-        }
-    if config.tis_batch_normalize:
-        metrics["tis_batch_norm"] = norm
-    return {f"mis/{name}": value for name, value in metrics.items()}
-
-
-def _check_finite(config: MisConfig, totals: Mapping[str, float]) -> None:
-    """After the reduction, so that all ranks stop together."""
-    bad, samples = int(totals["nonfinite_tokens"]), int(totals["nonfinite_samples"])
-    if not bad:
-        return
-    found = f"{bad} trainable tokens of {samples} samples have a log-probability that is NaN or infinite"
-    if not totals["samples"]:
-        raise FloatingPointError(f"{found}, and there is no other sample in this optimizer step: the model is broken")
-    if config.mis_nonfinite == "stop":
-        raise FloatingPointError(f"{found}, in trainer or engine; mis_nonfinite: mask rejects such samples and goes on")
-    logger.warning("%s; they are rejected (mis_nonfinite: mask)", found)
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
 
 
 def _log(bound: float) -> float:
     return math.log(bound) if bound > 0 else -math.inf
 
 
-def _log_mean(total: float, count: float) -> float:
-    return math.log(total / count) if total > 0 else 0.0
+# Metrics
 
 
-def _reduce(values: Mapping[str, float], op: Literal["sum", "max"], reduce: Reduce | None) -> dict[str, float]:
-    if reduce is None:
-        return dict(values)
-    row = torch.tensor(list(values.values()), dtype=torch.float64)
-    return dict(zip(values, reduce(row, op=op).tolist(), strict=True))
+def _statistics(tokens: _Tokens, kept: Tensor, used: Tensor, largest: float) -> Sums:
+    """What every setting logs, as values whose means are taken.
+
+    kept: [N] tokens. used: weights of the units that keep a token. largest: `sample_log_ratio` of all ranks' samples.
+    """
+    bounded = tokens.log_ratio.clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    excess = bounded.expm1()  # ratio - 1, exact also for the smallest log-ratios
+    train_log_ppl, rollout_log_ppl = -tokens.train / tokens.counts, -tokens.rollout / tokens.counts
+    difference = train_log_ppl - rollout_log_ppl
+    return {
+        "train_log_ppl": _total(train_log_ppl),
+        "rollout_log_ppl": _total(rollout_log_ppl),
+        "train_ppl": _total(_exp(train_log_ppl)),
+        "rollout_ppl": _total(_exp(rollout_log_ppl)),
+        "log_ppl_diff": _total(difference),
+        "log_ppl_abs_diff": _total(difference.abs()),
+        "kl": _total(-tokens.log_ratio),
+        "k3": _total(excess - bounded),
+        "square_ratio": _total((excess + 1.0).square()),
+        "square_sample_ratio": _total((2.0 * (tokens.sample_log_ratio - largest)).exp()),
+        "rejected_token_fraction": _total(~kept),
+        "rejected_sample_fraction": _total(~tokens.units_with(kept, "sequence")),
+        "weight": _total(used),
+        "square_weight": _total(used.square()),
+        "nonfinite_tokens": (tokens.nonfinite[0], 0),
+        "nonfinite_samples": (tokens.nonfinite[1], 0),
+    }
 
 
+def _metrics(config: MisConfig, sums: Sums, maxima: Mapping[str, float], norm: float) -> dict[str, float]:
+    """The metrics of the step, from what was completed over ranks: the means, and what is made of them."""
+    metrics = {name: total / max(number, 1.0) for name, (total, number) in sums.items()}
+    weight, square_weight = metrics.pop("weight"), metrics.pop("square_weight")
+    chi2_token = math.log(metrics.pop("square_ratio") or 1.0)
+    chi2_sequence = math.log(metrics.pop("square_sample_ratio") or 1.0) + 2.0 * maxima["sample_log_ratio"]
+    metrics |= {
+        "log_ppl_diff_max": maxima["log_ppl_diff"],
+        "log_chi2_token": chi2_token,
+        "log_chi2_sequence": chi2_sequence,
+        "chi2_token": math.expm1(min(chi2_token, MAX_EXPONENT)),
+        "chi2_sequence": math.expm1(min(chi2_sequence, MAX_EXPONENT)),
+    }
+    if config.use_tis:
+        metrics |= {
+            "tis_weight_mean": weight / norm,
+            "tis_weight_min": -maxima["minus_weight"] / norm,
+            "tis_weight_max": maxima["weight"] / norm,
+            "effective_sample_size": weight**2 / (square_weight or 1.0),
+        }
+    if config.tis_batch_normalize:
+        metrics["tis_batch_norm"] = norm
+    return {f"mis/{name}": value for name, value in metrics.items()}
+
+
+def _check_what_is_left(config: MisConfig, sums: Sums) -> None:
+    """Warn of rejected samples, or stop; after the reduction, so that all ranks stop together."""
+    bad, samples = int(sums["nonfinite_tokens"][0]), int(sums["nonfinite_samples"][0])
+    rejected, present = sums["rejected_sample_fraction"]
+    if bad:
+        found = f"{bad} trainable tokens of {samples} samples have a log-probability that is NaN or infinite"
+        if not present:
+            raise FloatingPointError(
+                f"{found}, and there is no other sample in this optimizer step: the model is broken"
+            )
+        if config.mis_nonfinite == "stop":
+            raise FloatingPointError(
+                f"{found}, in trainer or engine; mis_nonfinite: mask rejects such samples and goes on"
+            )
+        logger.warning("%s; they are rejected (mis_nonfinite: mask)", found)
+    if present and rejected == present:
+        logger.warning(
+            "every sample of this optimizer step is rejected, so nothing is learned from it; widen the bounds"
+        )
+
+
+def _total(values: Tensor) -> tuple[float, float]:
+    return float(values.sum(dtype=torch.float64)), values.numel()
+
+
+def _reduce_sums(sums: Sums, reduce: Reduce | None) -> Sums:
+    table = torch.tensor(list(sums.values()), dtype=torch.float64)
+    completed = table if reduce is None else reduce(table, op="sum")
+    return {name: (total, number) for name, (total, number) in zip(sums, completed.tolist(), strict=True)}
+
+
+def _reduce_maxima(rows: Mapping[str, Tensor], reduce: Reduce | None) -> dict[str, float]:
+    """The largest value of each row, of all ranks; 0 where no rank has a value."""
+    largest = torch.tensor([float(row.max()) if len(row) else -math.inf for row in rows.values()], dtype=torch.float64)
+    completed = largest if reduce is None else reduce(largest, op="max")
+    return {name: value if value > -math.inf else 0.0 for name, value in zip(rows, completed.tolist(), strict=True)}
+
+
+@torch.no_grad()
 def _dump(folder: Path, train: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     """Write `train` and `rollout` [N] of the trainable tokens, and `sample` [N], their sample's number."""
-    mask = join(masks) != 0
-    sample = torch.repeat_interleave(torch.tensor([len(part) for part in masks]))[mask.cpu()].numpy()
-    train_row, rollout_row = (join(part)[mask].float().cpu().numpy() for part in (train, rollout))
+    on = (_join(masks) != 0).cpu()
+    sample = np.repeat(np.arange(len(masks)), [len(mask) for mask in masks])[on.numpy()]
+    train_row, rollout_row = (_join(rows).cpu()[on].float().numpy() for rows in (train, rollout))
     folder.mkdir(parents=True, exist_ok=True)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     number = len(list(folder.glob(f"rank{rank:03d}_*.npz")))

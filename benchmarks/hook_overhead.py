@@ -35,8 +35,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from generate_with_search import generate
+from sleuth.hooks import RolloutContext, use_rollout_context
 from sleuth.rollout.collector import relax_garbage_collector
-from sleuth.rollout.context import RolloutContext, use_rollout_context
 from sleuth.rollout.engine_client import FIXED_SAMPLING_PARAMS, EngineClient
 from sleuth.sample import Sample, SampleStatus, TokenTrace
 from sleuth.search import format_observation, to_passage

@@ -14,52 +14,38 @@ import operator
 import re
 from typing import Any
 
-from sleuth.rollout.context import rollout_context
-from sleuth.sample import Sample, SampleStatus, StopReason
+from sleuth.hooks import Conversation, Sample, SampleStatus, Settings, StopReason, decode, rollout_context
 
-MAX_CALLS = 3
 CALL = re.compile(r"<calc>\s*(-?\d{1,9})\s*([-+*])\s*(-?\d{1,9})\s*</calc>$")
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Make one trajectory: turns of the model and results of the calculator, appended as token ids."""
-    engine, tokenizer = rollout_context().engine, rollout_context().tokenizer
-    calls = 0
-    while True:
-        room = (args.rollout_max_context_len or float("inf")) - len(sample.trace)
-        if room < 1:
-            return sample.finish(SampleStatus.TRUNCATED, StopReason.CONTEXT_LIMIT)
-        turn = await engine.generate(
-            sample.trace.token_ids,
-            sampling_params
-            | {
-                "stop": [*sampling_params["stop"], "</calc>"],
-                "max_new_tokens": min(sampling_params["max_new_tokens"], room),
-            },
-        )
-        if turn.finish_reason == "abort":
-            return sample.finish(SampleStatus.ABORTED, StopReason.ENGINE_ABORT, "the engine aborted the request")
-        sample.trace.append_model(turn.ids, turn.log_probs)  # loss mask 1
-        sample.weight_version = turn.weight_version
-        if turn.finish_reason == "length":
-            return sample.finish(SampleStatus.TRUNCATED, StopReason.RESPONSE_LIMIT)
+class CalculatorSettings(Settings, section="calculator"):
+    """What `calculator:` in a --custom-config-path file may hold."""
 
+    max_calls: int = 3
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Make one trajectory: turns of the model, and results of the calculator in between."""
+    conversation = Conversation(args, sample, sampling_params, stop=["</calc>"])
+    max_calls = CalculatorSettings.of(args).max_calls
+    while turn := await conversation.turn():  # trained on; None once a budget has finished the sample
         call = CALL.search(turn.text)
+        sample.report(calls=conversation.turns - 1)  # averaged as the metric rollout/calls
         if call is None:
-            sample.rollout_metrics["calls"] = float(calls)  # averaged as the metric rollout/calls
-            return sample.finish(SampleStatus.COMPLETED, StopReason.ANSWERED)
-        if calls == MAX_CALLS:
-            return sample.finish(SampleStatus.TRUNCATED, StopReason.TURN_LIMIT)
-        calls += 1
+            return conversation.finish(SampleStatus.COMPLETED, StopReason.ANSWERED)
+        if conversation.turns > max_calls:
+            return conversation.finish(SampleStatus.TRUNCATED, StopReason.TURN_LIMIT)
         left, sign, right = call.groups()
-        result = f"<result>{OPERATORS[sign](int(left), int(right))}</result>"
-        sample.trace.append_observation(tokenizer.encode(result, add_special_tokens=False))  # loss mask 0
+        if not conversation.observe(f"<result>{OPERATORS[sign](int(left), int(right))}</result>"):  # never trained on
+            break
+    return sample
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, float]:
     """1 if the last number that the model itself wrote is the label; each entry is a metric `reward/<name>`."""
     said = [token for token, mask in zip(sample.trace.response_ids, sample.trace.loss_mask, strict=True) if mask]
-    numbers = re.findall(r"-?\d+", str(rollout_context().tokenizer.decode(said)))
+    numbers = re.findall(r"-?\d+", decode(said, rollout_context().tokenizer))
     correct = bool(numbers) and numbers[-1] == str(sample.label)
     return {"reward": float(correct), "exact_match": float(correct)}

@@ -6,8 +6,10 @@ engines, trainers or search.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
@@ -47,7 +49,16 @@ class StopReason(StrEnum):
     """A search failed after its retries."""
     ENGINE_ABORT = "engine_abort"
     """The engine aborted the request."""
+    HOOK_ERROR = "hook_error"
+    """The generate hook raised an error, or returned something else than a finished sample."""
+    REWARD_ERROR = "reward_error"
+    """The reward hook raised an error, or returned something else than a reward."""
+    HOOK_TIMEOUT = "hook_timeout"
+    """The generate or the reward hook took longer than `--hook-timeout`."""
 
+
+OWN_REASON = re.compile(r"[a-z][a-z0-9_]{0,39}")
+"""What a hook may give as a reason of its own."""
 
 Source = Literal["model", "observation", "correction"]
 MAX_LOG_PROB = 1e-3
@@ -113,14 +124,75 @@ class TokenTrace:
         self.log_probs.extend(log_probs)
         self.segments.append(Segment(source, start, len(self.response_ids)))
 
+    def check(self, vocab_size: int | None = None) -> None:
+        """ValueError unless the trace is as its own methods leave it, for one that was filled by hand.
+
+        Lists are equally long, masks 0 or 1, log-probabilities finite and 0.0 where the mask is 0, segments cover the
+        response in order, and ids are below `vocab_size`. Missing segments are made from the mask: model where it is 1,
+        observation where it is 0.
+        """
+        length = len(self.response_ids)
+        if not len(self.loss_mask) == len(self.log_probs) == length:
+            raise ValueError(
+                f"expected one loss mask and one log-probability for each of {length} response ids, found "
+                f"{len(self.loss_mask)} and {len(self.log_probs)}; append with trace.append_model(ids, log_probs) and "
+                "trace.append_observation(ids)"
+            )
+        for position, (mask, value) in enumerate(zip(self.loss_mask, self.log_probs, strict=True)):
+            if mask not in (0, 1) or not -math.inf < value <= MAX_LOG_PROB or (mask == 0 and value != 0.0):
+                raise ValueError(
+                    f"response token {position}: expected mask 1 with a log-probability <= 0, or mask 0 with 0.0, "
+                    f"found mask {mask} with {value}"
+                )
+        self._check_ids(vocab_size)
+        if not self.segments:
+            self.segments.extend(_segments_of(self.loss_mask))
+        self._check_segments()
+
+    def _check_ids(self, vocab_size: int | None) -> None:
+        if not self.response_ids or vocab_size is None:
+            return
+        low, high = min(self.response_ids), max(self.response_ids)
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"expected ids in [0, {vocab_size}), the rows of the model's embedding, found "
+                f"{low if low < 0 else high} in the response; is the tokenizer the one of the model?"
+            )
+
+    def _check_segments(self) -> None:
+        position = 0
+        for segment in self.segments:
+            if segment.start != position or segment.end <= segment.start:
+                break
+            masks = set(self.loss_mask[segment.start : segment.end])
+            if masks != {int(segment.source == "model")}:
+                raise ValueError(
+                    f"segment [{segment.start}, {segment.end}) of the {segment.source}: expected mask 1 exactly on "
+                    f"what the model generated, found {sorted(masks)}"
+                )
+            position = segment.end
+        if position != len(self.response_ids):
+            raise ValueError(
+                f"expected segments that cover the {len(self.response_ids)} response ids in order, found "
+                f"{[(segment.start, segment.end) for segment in self.segments]}; leave them out to have them made"
+            )
+
+
+def _segments_of(loss_mask: Sequence[int]) -> Iterator[Segment]:
+    start = 0
+    for mask, run in itertools.groupby(loss_mask):
+        end = start + len(list(run))
+        yield Segment("model" if mask else "observation", start, end)
+        start = end
+
 
 @dataclass(slots=True)
 class Sample:
     """One trajectory, from its prompt to its reward.
 
-    `rollout_metrics` are numbers the generate hook reports (for example `searches`); the rollout
-    averages each over a step as `rollout/<name>`. `weight_version` is the policy's version that
-    generated the last turn.
+    `metadata` is the row's, and is left as it is: what a hook has to say goes through `report`, which puts numbers
+    into `rollout_metrics` and everything else into `notes`. `weight_version` is the policy's version that generated the
+    last turn. `stop_reason` is a StopReason, or a word of the hook's own. `file` and `row`: where the prompt stands.
     """
 
     index: int
@@ -130,17 +202,82 @@ class Sample:
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
     status: SampleStatus = SampleStatus.PENDING
-    stop_reason: StopReason | None = None
+    stop_reason: StopReason | str | None = None
     reward: float | None = None
     reward_components: dict[str, float] = field(default_factory=dict)
     rollout_metrics: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
     weight_version: str | None = None
     error: str | None = None
+    file: str | None = None
+    row: int | None = None
 
-    def finish(self, status: SampleStatus, reason: StopReason, error: str | None = None) -> Sample:
-        """Set how the trajectory ended, and return the sample."""
-        self.status, self.stop_reason, self.error = status, reason, error
+    @property
+    def where(self) -> str:
+        """Where its prompt comes from: `row 17 of train.parquet`, or its place in the step."""
+        return f"row {self.row} of {self.file}" if self.file is not None else f"prompt {self.group_index}"
+
+    def finish(self, status: SampleStatus, reason: StopReason | str, error: str | None = None) -> Sample:
+        """Set how the trajectory ended, and return the sample.
+
+        `reason` may be a word of the hook's own (small letters, digits, `_`), counted as `rollout/stop/<reason>`.
+        Raises ValueError for another text, and for a sample that is finished already.
+        """
+        if self.status is not SampleStatus.PENDING:
+            raise ValueError(
+                f"sample {self.index} is finished already ({self.status}, {self.stop_reason}), so it cannot become "
+                f"{status} ({reason}); finish a sample once"
+            )
+        if status is SampleStatus.PENDING:
+            raise ValueError("expected how the trajectory ended, found PENDING; see SampleStatus")
+        self.status, self.stop_reason, self.error = SampleStatus(status), check_reason(reason), error
         return self
+
+    def report(self, **values: Any) -> None:
+        """Report numbers and notes of the hook's own.
+
+        Numbers are averaged over a step's samples as the metric `rollout/<name>`; everything else stands in the logged
+        trajectory. A name that is given again is replaced.
+        """
+        for name, value in values.items():
+            is_number = isinstance(value, int | float)
+            (self.rollout_metrics if is_number else self.notes)[name] = float(value) if is_number else value
+
+    def set_reward(self, result: float | Mapping[str, float]) -> None:
+        """Store a reward hook's result: a number, or components of which `reward` is the total.
+
+        Raises ValueError naming what was found for anything else.
+        """
+        components = result if isinstance(result, Mapping) else {"reward": result}
+        if "reward" not in components:
+            raise ValueError(
+                f"expected the total as 'reward' among the components, found {sorted(map(str, components))}"
+            )
+        for name, value in components.items():
+            if not _is_finite_number(value):
+                found = f"{value!r:.80} ({type(value).__name__})" + (f" as {name}" if components is result else "")
+                raise ValueError(f"expected a finite number or a dictionary of finite numbers, found {found}")
+        self.reward = float(components["reward"])
+        self.reward_components = {str(name): float(value) for name, value in components.items() if name != "reward"}
+
+
+def _is_finite_number(value: Any) -> bool:
+    """Whether it is a number, also numpy's, or a tensor of one: whatever float() takes, but for text."""
+    if isinstance(value, str | bytes):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def check_reason(reason: StopReason | str) -> StopReason | str:
+    """The reason, as a member of StopReason where it is one; ValueError for what is no word."""
+    if not isinstance(reason, str) or not OWN_REASON.fullmatch(reason):
+        raise ValueError(
+            f"expected a StopReason, or a word of small letters, digits and _ as a reason of your own, found {reason!r}"
+        )
+    return StopReason(reason) if reason in set(StopReason) else reason
 
 
 @dataclass(slots=True)

@@ -8,7 +8,11 @@ import pytest
 
 from sleuth.arguments import Args, ArgumentsError, parse_args
 
-BASE = ["--hf-checkpoint", "model", "--prompt-data", "train.parquet", "--colocate", "--custom-rm-path", "hooks.reward"]
+BASE = [
+    *("--hf-checkpoint", "model", "--prompt-data", "train.parquet", "--colocate"),
+    *("--custom-rm-path", "generate_with_search.reward_func"),
+]
+TIS_HOOK = ["--custom-tis-function-path", "mis.compute_mis_weights_with_cp"]
 
 
 def parse(*flags: str) -> Args:

@@ -1,54 +1,16 @@
-"""What the hooks' unit tests talk to: an engine that follows a script, a real HTTP server, a second tokenizer."""
+"""What the hooks' unit tests talk to: a real HTTP server, a second tokenizer, and a check of traces."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 from aiohttp import web
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from sleuth.rollout.context import Generation
+from sleuth.hooks.testing import ScriptedEngine
 from sleuth.sample import Sample
-
-
-class ScriptedEngine:
-    """Says its turns one after the other, as an engine would: whole tokens, stop strings, a token limit.
-
-    A turn is text, generated up to the token in which the first stop string ends, or a finished Generation.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, turns: Sequence[str | Generation]) -> None:
-        self._tokenizer = tokenizer
-        self._turns = list(turns)
-        self.requests: list[tuple[list[int], dict[str, Any]]] = []
-
-    async def generate(self, input_ids: Sequence[int], sampling_params: dict[str, Any]) -> Generation:
-        self.requests.append((list(input_ids), dict(sampling_params)))
-        turn = self._turns.pop(0)
-        if isinstance(turn, Generation):
-            return turn
-        ids, text = self._generate(turn, sampling_params["stop"])
-        limit = sampling_params["max_new_tokens"]
-        if len(ids) >= limit:  # SGLang looks at the limit before the stop strings
-            return Generation(ids[:limit], _log_probs(limit), self._tokenizer.decode(ids[:limit]), "length", "1")
-        return Generation(ids, _log_probs(len(ids)), text, "stop", "1")
-
-    def _generate(self, turn: str, stop: Sequence[str]) -> tuple[list[int], str]:
-        ids: list[int] = []
-        for token in self._tokenizer.encode(turn, add_special_tokens=False):
-            ids.append(token)
-            text = self._tokenizer.decode(ids)
-            ends = [text.index(string) + len(string) for string in stop if string in text]
-            if ends:
-                return ids, text[: min(ends)]
-        return ids, turn
-
-
-def _log_probs(count: int) -> list[float]:
-    return [-0.01 * (position + 1) for position in range(count)]
 
 
 @asynccontextmanager
@@ -95,7 +57,6 @@ def check_trace(sample: Sample, engine: ScriptedEngine) -> None:
     assert len(trace.response_ids) == len(trace.loss_mask) == len(trace.log_probs)
     for ids, params in engine.requests:
         assert ids == trace.token_ids[: len(ids)]
-        assert params["no_stop_trim"] is True
         assert {"</search>", "</answer>"} <= set(params["stop"])
     of_model = [
         mask for segment in trace.segments if segment.source == "model" for mask in [1] * (segment.end - segment.start)

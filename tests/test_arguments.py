@@ -22,7 +22,7 @@ from sleuth.arguments import (
     parse_args_or_exit,
 )
 from sleuth.arguments.checks import nearest_divisors
-from tests.flags import BASE, error_of, parse, write
+from tests.flags import BASE, TIS_HOOK, error_of, parse, write
 
 # Every flag that the 8-GPU script of the field and this project's interfaces name.
 FLAGS = """\
@@ -128,20 +128,20 @@ def test_a_later_file_wins_and_sections_merge(tmp_path: Path):
 
 @pytest.mark.parametrize("text", ["1e-4", "1E-4", "+1e-4", "1e-04", "0.0001", "1.0e-4"])
 def test_numbers_in_yaml_are_numbers_also_inside_sections(tmp_path: Path, text: str):
-    args = parse("--custom-config-path", write(tmp_path / "c.yaml", f"lr: {text}\nsearch_r1: {{penalty: {text}}}\n"))
-    assert args.lr == args.custom_config["search_r1"]["penalty"] == 1e-4
+    args = parse("--custom-config-path", write(tmp_path / "c.yaml", f"lr: {text}\nsearch_r1: {{score: {text}}}\n"))
+    assert args.lr == args.custom_config["search_r1"]["score"] == 1e-4
 
 
 def test_keys_of_mis_yaml_go_to_the_hook(tmp_path: Path):
     path = write(tmp_path / "mis.yaml", "use_tis: true\ntis_level: token\nrs_veto_threshold: 1e-4\n")
-    args = parse("--custom-config-path", path, "--custom-tis-function-path", "mis.weights")
+    args = parse("--custom-config-path", path, *TIS_HOOK)
     assert args.use_tis
-    assert args.custom_config == {"tis_level": "token", "rs_veto_threshold": 1e-4}
+    assert args.custom_config == {"mis": {"tis_level": "token", "rs_veto_threshold": 1e-4}}
 
 
 def test_null_in_mis_yaml_survives_writing_and_reading_back(tmp_path: Path):
     path = write(tmp_path / "mis.yaml", "use_rs: true\nrs_veto_threshold: null\n")
-    args = parse("--custom-config-path", path, "--custom-tis-function-path", "mis.weights")
+    args = parse("--custom-config-path", path, *TIS_HOOK)
     args.write(tmp_path / "config.yaml")
     assert parse("--custom-config-path", str(tmp_path / "config.yaml")).custom_config == args.custom_config
 
@@ -164,6 +164,7 @@ def test_null_means_the_default(tmp_path: Path):
     [
         ("learning_rate_: 1\nrolout_batch_size: 3", ["rolout_batch_size: unknown", "did you mean rollout_batch_size?"]),
         ("serch_r1: {}", ["did you mean search_r1?"]),
+        ("rs_level: token", ["rs_level: unknown", "declare search_r1", "needs the hook's flag"]),
         ("search_r1: 3", ["expected a mapping under search_r1:, found 3"]),
         ("custom_config: {}", ["custom_config: unknown"]),
         ("custom-config-path: x.yaml", ["cannot stand in a configuration file"]),
@@ -262,7 +263,6 @@ def test_the_name_of_an_environment_variable_is_no_secret(tmp_path: Path):
         (["--recompute-method", "uniform"], ["only with --recompute-granularity full"]),
         (["--n-samples-per-prompt", "1"], ["a group of one has no advantage"]),
         (["--use-kl-loss"], ["--use-kl-loss needs the frozen reference", "--ref-load"]),
-        (["--custom-tis-function-path", "mis.w"], ["no effect without --use-tis"]),
         (["--use-tis", "--rejected-in-denominator"], ["no effect without --custom-tis-function-path"]),
         (["--label-smoothing", "0.1"], ["only with --loss-type sft"]),
         (["--loss-type", "sft", "--use-tis"], ["--use-tis has no effect with --loss-type sft"]),

@@ -15,11 +15,12 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 import generate_with_search
-from generate_with_search import CORRECTION, check_args, generate, postprocess_predictions, reward_func, search_config
-from sleuth.rollout.context import Generation, RolloutContext, use_rollout_context
+from generate_with_search import CORRECTION, SearchSettings, check_args, generate, postprocess_predictions, reward_func
+from sleuth.hooks import Generation, RolloutContext, use_rollout_context
+from sleuth.hooks.testing import ScriptedEngine
 from sleuth.sample import Sample, SampleStatus, StopReason, TokenTrace
 from sleuth.search import SearchError, SearchUnavailableError
-from tests.scripted import ScriptedEngine, check_trace, make_plain_bpe_tokenizer
+from tests.scripted import check_trace, make_plain_bpe_tokenizer
 from tests.tiny_models import make_byte_bpe_tokenizer
 
 ACTIONS = [json.loads(line) for line in (Path(__file__).parent / "cases/actions.jsonl").open()]
@@ -168,8 +169,8 @@ def test_an_invalid_action_is_corrected(tokenizer: PreTrainedTokenizerBase) -> N
     assert [source for source, _ in texts(sample, tokenizer)] == ["model", "correction"] * 2 + ["model"]
     assert texts(sample, tokenizer)[1][1] == CORRECTION
     result = reward(sample, tokenizer)
-    assert sample.metadata["answer"] == "Paris"
-    assert "corrected" in sample.metadata["invalid_reason"]
+    assert sample.notes["answer"] == "Paris"
+    assert "corrected" in sample.notes["invalid_reason"]
     assert (result["exact_match"], result["valid_format"]) == (1.0, 0.0)
     assert result["reward"] == pytest.approx(0.8)
 
@@ -296,46 +297,46 @@ def test_outside_of_a_rollout() -> None:
 
 
 def test_defaults() -> None:
-    config = search_config(SimpleNamespace(custom_config={}))
+    config = SearchSettings.of(SimpleNamespace(custom_config={}))
     assert (config.max_turns, config.topk, config.search_concurrency, config.search_backend) == (2, 3, 256, "local")
     assert (config.local.search_url, config.local.proxy) == ("http://127.0.0.1:8000/retrieve", None)
     assert (config.google.snippet_only, config.google.proxy) == (True, None)
     assert (config.return_logprob, config.format_score, config.max_observation_tokens) == (True, 0.2, 500)
-    assert search_config(SimpleNamespace()) == config
+    assert SearchSettings.of(SimpleNamespace()) == config
 
 
 def test_overrides_reach_into_sections() -> None:
-    config = search_config(make_args(search_backend="local", local={"search_url": "http://x/retrieve"}, topk=5))
+    config = SearchSettings.of(make_args(search_backend="local", local={"search_url": "http://x/retrieve"}, topk=5))
     assert (config.local.search_url, config.local.proxy, config.topk) == ("http://x/retrieve", None, 5)
 
 
 def test_a_change_in_place_is_seen() -> None:
     args = make_args()
-    assert search_config(args).topk == search_config(args).topk == 3
+    assert SearchSettings.of(args).topk == SearchSettings.of(args).topk == 3
     args.custom_config["search_r1"]["topk"] = 7
-    assert search_config(args).topk == 7
+    assert SearchSettings.of(args).topk == 7
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ({"search_backend": "gogle"}, "expected local, google, or module.function"),
-        ({"search_backend": "no.such"}, "cannot load the search backend 'no.such'"),
-        ({"search_backend": "json.loads"}, "not an async function"),
+        ({"search_backend": "no.such"}, "search_backend no.such: looked for module no in"),
+        ({"search_backend": "json.loads"}, "search_backend json.loads: expected `async def`, found `def`"),
         ({"top_k": 3}, "unknown key top_k; did you mean topk?"),
         (
             {"local": {"searchurl": "x"}},
             r"unknown key local.searchurl; did you mean search_url\? known are search_url, proxy",
         ),
         ({"local": None}, "local"),
-        ({"topk": "3"}, "topk: Input should be a valid integer, found '3'"),
-        ({"topk": 0}, "topk: Input should be greater than or equal to 1, found 0"),
-        ({"score": float("nan")}, "score: Input should be a finite number, found nan"),
-        ([3], r"the section: expected a section of keys and values, found \[3\]"),
+        ({"topk": "3"}, "topk: expected a valid integer, found '3'"),
+        ({"topk": 0}, "topk: expected greater than or equal to 1, found 0"),
+        ({"score": float("nan")}, "score: expected a finite number, found nan"),
+        ([3], r"search_r1: expected a section of keys and values, found \[3\]"),
         ({"local": {"search_url": "localhost:8000"}}, "local.search_url: expected a URL .*found 'localhost:8000'"),
         ({"local": {"proxy": "s3cret@host:99999"}}, "local.proxy: expected a URL"),
-        ({"search_backend": "backend_that_takes_one.search"}, r"found backend_that_takes_one.search\(query\)"),
-        ({"search_backend": "backend_that_is_broken.search"}, "fails to import: ZeroDivisionError"),
+        ({"search_backend": "backend_that_takes_one.search"}, r"found `backend_that_takes_one.search\(query\)`"),
+        ({"search_backend": "backend_that_is_broken.search"}, "failed to import: ZeroDivisionError"),
         ({"return_logprob": False}, "return_logprob"),
         ({"google": {"api_key": "s3cret"}}, "a key belongs in an environment variable"),
     ],
@@ -347,13 +348,13 @@ def test_a_wrong_configuration_says_what_is_known(
     (tmp_path / "backend_that_takes_one.py").write_text("async def search(query): ...\n")
     (tmp_path / "backend_that_is_broken.py").write_text("1 / 0\n")
     with pytest.raises(ValueError, match=message) as caught:
-        search_config(SimpleNamespace(custom_config={"search_r1": override}))
+        SearchSettings.of(SimpleNamespace(custom_config={"search_r1": override}))
     assert "s3cret" not in str(caught.value)
 
 
 def test_a_key_from_a_file_loses_its_line_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERPER_API_KEY", "s3cret\n")
-    assert search_config(SimpleNamespace()).google.key() == "s3cret"
+    assert SearchSettings.of(SimpleNamespace()).google.key() == "s3cret"
 
 
 def test_google_needs_its_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from generate_with_search import generate, reward_func
-from sleuth.rollout.context import RolloutContext, use_rollout_context
+from sleuth.hooks import RolloutContext, use_rollout_context
 from sleuth.rollout.engine_client import EngineClient
 from sleuth.sample import Sample, TokenTrace
 from sleuth.search import format_observation

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from generate_with_search import generate, reward_func, text_segments
-from sleuth.rollout.context import RolloutContext, use_rollout_context
+from sleuth.hooks import RolloutContext, use_rollout_context
+from sleuth.hooks.testing import ScriptedEngine
 from sleuth.sample import Sample, SampleStatus, StopReason, TokenTrace
-from sleuth.search import decode, format_observation
-from tests.scripted import ScriptedEngine, check_trace, make_plain_bpe_tokenizer
+from sleuth.search import format_observation
+from sleuth.tokens import decode
+from tests.scripted import check_trace, make_plain_bpe_tokenizer
 from tests.tiny_models import make_byte_bpe_tokenizer
 
 TAGS = [f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")]

@@ -13,7 +13,7 @@ from aiohttp import web
 from yarl import URL
 
 from google_search_server import google_search
-from sleuth.search import SearchError, http, pages, to_passage
+from sleuth.search import QueryError, SearchError, http, pages, to_passage
 from sleuth.search.pages import check_public, decode_page, is_public, snippet_context
 from tests.scripted import serving
 
@@ -105,7 +105,49 @@ def test_snippets_of_any_length_and_script(snippet: str) -> None:
     assert to_passage(passages[0]).text == snippet
 
 
-@pytest.mark.parametrize("answer", [organic(), {"searchParameters": {"q": "x"}, "answerBox": {"answer": "7"}}])
+BOX = {"title": "Tower", "link": "http://x9.invalid/", "snippet": "Built in 1889."}
+GRAPH = {
+    "title": "Paris",
+    "type": "Capital of France",
+    "imageUrl": "http://x9.invalid/p.png",
+    "description": "Paris is  a city.",
+    "attributes": {"Population": "2.1 million", "Elevation (m)": 78, "Mayor": None, "Rivers": ["Seine", "Marne"]},
+}
+GRAPH_TEXT = "Capital of France\nParis is a city.\nPopulation: 2.1 million\nElevation (m): 78\nRivers: Seine; Marne"
+ASKED = [{"question": "Who?", "title": "Builder", "snippet": "Eiffel.", "link": "http://x9.invalid/"}]
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        ({"answerBox": {"answer": "7"}}, [("", "7")]),
+        ({"answerBox": {"title": "2 + 2 =", "answer": 4}}, [("2 + 2 =", "4")]),
+        ({"answerBox": BOX}, [("Tower", "Built in 1889.")]),
+        ({"answerBox": BOX | {"answer": "1889"}}, [("Tower", "1889 Built in 1889.")]),
+        ({"answerBox": {"title": "T", "snippetHighlighted": ["1889", None, "Eiffel"]}}, [("T", "1889; Eiffel")]),
+        ({"answerBox": {"title": "T", "snippetHighlighted": "1889"}}, [("T", "1889")]),
+        ({"knowledgeGraph": GRAPH}, [("Paris", GRAPH_TEXT)]),
+        ({"knowledgeGraph": {"title": "Paris", "type": "City"}}, [("Paris", "City")]),
+        ({"knowledgeGraph": {"title": "Paris"}}, []),
+        ({"peopleAlsoAsk": ASKED, "organic": []}, [("Builder", "Eiffel.")]),
+        (organic("one", peopleAlsoAsk=ASKED), [("T0", "one")]),
+        (
+            organic("one", "two", answerBox=BOX, knowledgeGraph=GRAPH),
+            [("Tower", "Built in 1889."), ("Paris", GRAPH_TEXT), ("T0", "one")],
+        ),
+        (organic("Built in\n1889.", "two", answerBox=BOX), [("Tower", "Built in 1889."), ("T1", "two")]),
+        (organic("one", answerBox={"link": "x"}, knowledgeGraph=7), [("T0", "one")]),
+        (organic("one", answerBox=[], knowledgeGraph={"attributes": ["x"]}), [("T0", "one")]),
+        ({"answerBox": BOX, "organic": None}, [("Tower", "Built in 1889.")]),
+        ({"searchParameters": {}, "answerBox": None, "peopleAlsoAsk": "x"}, []),
+    ],
+)
+def test_answers_beside_the_organic_results(answer: dict[str, Any], found: list[tuple[str, str]]) -> None:
+    passages, _ = search(answer)
+    assert [tuple(to_passage(passage)) for passage in passages] == found
+
+
+@pytest.mark.parametrize("answer", [organic(), {"searchParameters": {"q": "x"}}, {"organic": []}])
 def test_no_results_is_no_failure(answer: dict[str, Any]) -> None:
     assert search(answer)[0] == []
 
@@ -123,7 +165,6 @@ def test_other_answers_are_errors(answer: Any) -> None:
 @pytest.mark.parametrize(
     ("status", "kind", "retryable"),
     [
-        (400, "status", False),
         (401, "status", False),
         (403, "status", False),
         (429, "rate_limit", True),
@@ -134,6 +175,23 @@ def test_status(status: int, kind: str, retryable: bool) -> None:
     with pytest.raises(SearchError, match=f"status {status}") as caught:
         search({"message": "no"}, status=status)
     assert (caught.value.kind, caught.value.retryable) == (kind, retryable)
+
+
+def test_a_query_that_is_refused_is_no_failure() -> None:
+    with pytest.raises(QueryError, match="status 400") as caught:
+        search({"message": f"Query not allowed for {KEY}", "statusCode": 400}, status=400)
+    assert caught.value.reason == "Query not allowed for ***"
+
+
+def test_credits_that_are_spent_are_no_fault_of_the_query() -> None:
+    with pytest.raises(SearchError, match="Not enough credits") as caught:
+        search({"message": "Not enough credits", "statusCode": 400}, status=400)
+    assert not caught.value.retryable
+
+
+def test_what_cannot_be_read_of_a_query_is_not_sent() -> None:
+    with pytest.raises(QueryError, match="blank"):
+        asyncio.run(google_search(KEY, "\ud800\0", serper_url="http://127.0.0.1:9"))
 
 
 @pytest.mark.parametrize(
@@ -308,6 +366,12 @@ def test_links_that_are_refused(url: str) -> None:
 def test_links_that_are_refused_behind_a_proxy(url: str) -> None:
     with pytest.raises(ValueError, match="not a public"):
         asyncio.run(check_public(URL(url), proxy="http://proxy:3128"))
+
+
+@pytest.mark.usefixtures("local_is_public")
+def test_pages_do_not_go_through_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert search_pages({"/a": page(html(TEXTS["utf-8"]))}, "largest city of Switzerland") == [TEXTS["utf-8"]]
 
 
 # --- Reading ---

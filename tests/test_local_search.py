@@ -14,8 +14,10 @@ import pytest
 from aiohttp import web
 
 from generate_with_search import SEARCH_R1_CONFIGS
-from local_search_server import local_search
-from sleuth.search import SearchError, http, shared_session, to_passage
+from local_search_server import check_proxy_url, check_search_url, local_search
+from sleuth.search import QueryError, SearchError, http, shared_session, to_passage
+from tests.retriever.scripted import ScriptedRetriever
+from tests.retriever.scripted import serving as retrieval_server
 from tests.scripted import serving
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "cases/retrieve_responses.jsonl").open()]
@@ -53,8 +55,8 @@ def search(handler: Handler, **options: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
 def test_cases(case: dict[str, Any]) -> None:
     handler, seen = answering((case["status"], case["body"]))
-    if case["expect"] == "error":
-        with pytest.raises(SearchError):
+    if isinstance(case["expect"], str):
+        with pytest.raises(QueryError if case["expect"] == "query error" else SearchError):
             search(handler, retries=2)
         assert len(seen) == (3 if case["status"] == 500 else 1)
     else:
@@ -90,7 +92,11 @@ def test_more_than_asked_is_cut() -> None:
         7,
         "",
         "[" * 100_000,
+        *('{"result": [[' + '{"document":' * depth + "1" + "}" * depth + "]]}" for depth in range(900, 1000, 7)),
+        '{"result": [[{"contents": NaN}]]}',
+        '{"result": [[{"contents": ' + "1" * 5000 + "}]]}",
     ],
+    ids=lambda body: str(body)[:30],
 )
 def test_other_shapes_are_errors(body: Any) -> None:
     handler, seen = answering((200, body))
@@ -104,6 +110,55 @@ def test_a_failure_that_passes_is_retried() -> None:
     handler, seen = answering((503, "busy"), (429, "slow down"), (200, GOOD))
     assert len(search(handler)) == 1
     assert len(seen) == 3
+
+
+# --- Queries that the server refuses ---
+
+
+@pytest.mark.parametrize("status", [400, 413, 414, 422, 431, 451])
+def test_a_query_that_is_refused_is_no_failure_of_the_server(status: int) -> None:
+    handler, seen = answering((status, {"detail": "too long"}))
+    with pytest.raises(QueryError, match=f"status {status}") as caught:
+        search(handler, retries=3)
+    assert caught.value.reason == "too long"
+    assert not isinstance(caught.value, SearchError)
+    assert len(seen) == 1
+
+
+def ask_our_server(*queries: str) -> tuple[list[Any], list[str]]:
+    """What the client gets from the project's own server for each query, errors included, and what it was asked."""
+    retriever = ScriptedRetriever()
+
+    async def run(url: str) -> list[Any]:
+        asking = [local_search(f"{url}/retrieve", query, retries=2) for query in queries]
+        return await asyncio.gather(*asking, return_exceptions=True)
+
+    with retrieval_server(retriever) as url:
+        return asyncio.run(run(url)), sorted(retriever.asked)
+
+
+def test_a_query_too_long_for_our_server() -> None:
+    (too_long, just_so), asked = ask_our_server("x" * 8193, "x" * 8192)
+    assert isinstance(too_long, QueryError)
+    assert too_long.reason == "queries[0]: String should have at most 8192 characters"
+    assert len(just_so) == 5
+    assert asked == ["x" * 8192]
+
+
+def test_what_no_server_can_read_of_a_query_is_taken_out() -> None:
+    queries = ["capital\ud835 of\0France", "\ud83d\ude00 pair", " a\n\tb\x1b", "北京\udcff"]
+    found, asked = ask_our_server(*queries)
+    assert all(isinstance(passages, list) for passages in found), found
+    assert asked == sorted(["capital  of France", "😀 pair", "a\n\tb", "北京"])
+
+
+@pytest.mark.parametrize("query", ["", " \n", "\0", "\ud800", "\ufffd\u3000"])
+def test_a_blank_query_is_not_sent(query: str) -> None:
+    with pytest.raises(QueryError, match="blank"):
+        asyncio.run(local_search("http://127.0.0.1:9/retrieve", query))
+
+
+# --- Failures ---
 
 
 @pytest.mark.parametrize(("status", "kind"), [(429, "rate_limit"), (500, "status"), (404, "status"), (401, "status")])
@@ -162,6 +217,67 @@ def test_one_session_a_loop_closed_with_it() -> None:
     session = asyncio.run(run())
     assert session.closed
     assert asyncio.run(run()) is not session
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:8000/retrieve",
+        "HTTPS://user:secret@search.example.org/v1/retrieve?index=a#b",
+        "http://[::1]:8000/retrieve",
+        "http://search_server:8000/retrieve",
+        "http://中国.cn/检索",
+        "http://search.example.org/?",
+    ],
+)
+def test_addresses_of_a_search(url: str) -> None:
+    assert check_search_url(url) == url
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("http://127.0.0.1:8000", "has no path; add the path, as in http://127.0.0.1:8000/retrieve$"),
+        ("https://u:secret@[::1]:8000/", r"has no path; add the path, as in https://\[::1\]:8000/retrieve$"),
+        ("127.0.0.1:8000/retrieve", "has no scheme; put http:// in front"),
+        ("localhost:8000/retrieve", "has no scheme"),
+        ("//localhost:8000/retrieve", "has no scheme"),
+        ("/retrieve?next=http://localhost", "has no scheme"),
+        ("http:/localhost/retrieve", "has no scheme"),
+        ("", "has no scheme"),
+        ("ftp://localhost/retrieve", "is a URL of 'ftp'; expected http or https"),
+        ("http:///retrieve", "has no host"),
+        ("http://:8000/retrieve", "has no host"),
+        ("http://user:secret@/retrieve", "has no host"),
+        ("http://http://localhost/retrieve", "holds http:// twice"),
+        ("http://<host>:8000/retrieve", "has the host '<host>'"),
+        ("http://local host/retrieve", "whitespace"),
+        ("http://localhost/retrieve\n", "whitespace"),
+        ("http://localhost\0/retrieve", "control characters"),
+        ("http://localhost:0/retrieve", "port 0"),
+        ("http://localhost:65536/retrieve", "a port that cannot be one"),
+        ("http://user:secret/retrieve", "a port that cannot be one"),
+        ("http://[/retrieve", "cannot be one"),
+        ("http://search..org/retrieve", "cannot be one"),
+        ("http://" + "a" * 64 + "/retrieve", "cannot be one"),
+    ],
+)
+def test_what_is_no_address_of_a_search(url: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told) as caught:
+        check_search_url(url)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["http://proxy:3128", "http://user:secret@10.0.0.1:3128/"])
+def test_addresses_of_a_proxy(url: str) -> None:
+    assert check_proxy_url(url) == url
+
+
+@pytest.mark.parametrize("url", ["proxy:3128", "socks5://user:secret@proxy:1080", "http://user:secret@:3128"])
+def test_what_is_no_address_of_a_proxy(url: str) -> None:
+    with pytest.raises(ValueError, match=r"as in|such as") as caught:
+        check_proxy_url(url)
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("down_seconds", [30.0, 1000.0])

@@ -14,6 +14,7 @@ from sleuth.arguments.run_flags import (
     HookArgs,
     LogArgs,
     RolloutArgs,
+    SearchArgs,
 )
 from sleuth.arguments.train_flags import (
     BatchArgs,
@@ -28,6 +29,7 @@ from sleuth.arguments.train_flags import (
 # Pydantic takes the fields of the last base first, and a default may be computed from fields before it.
 class AllFlags(
     LogArgs,
+    SearchArgs,
     HookArgs,
     NumericsArgs,
     ModelArgs,

@@ -7,11 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sleuth.arguments.all_flags import AllFlags
-
-HOOK_SECTIONS = ("search_r1", "custom")
-"""Sections of a YAML file that go to the hooks as they are."""
-
-SECRET_WORDS = ("api_key", "apikey", "secret", "password", "token")
+from sleuth.hooks.settings import may_be_secret
 
 
 def find_problems(args: AllFlags) -> list[str]:
@@ -230,17 +226,6 @@ def _loss(args: AllFlags) -> Iterator[str]:
             "--use-tis with --advantage-estimator importance_sampling corrects for the engine's probability twice; "
             "drop one of them"
         )
-    if args.custom_tis_function_path and not (args.use_tis or args.custom_config.get("use_rs")):
-        yield (
-            "--custom-tis-function-path has no effect without --use-tis (or use_tis / use_rs in --custom-config-path); "
-            "add it or drop the hook"
-        )
-    keys = [name for name in args.custom_config if name not in HOOK_SECTIONS]
-    if keys and not args.custom_tis_function_path:
-        yield (
-            f"{', '.join(keys)} in --custom-config-path: settings of an importance-sampling hook, found none; add "
-            "--custom-tis-function-path mis.compute_mis_weights_with_cp"
-        )
     if args.rejected_in_denominator and not args.custom_tis_function_path:
         yield (
             "--rejected-in-denominator has no effect without --custom-tis-function-path: nothing else rejects tokens; "
@@ -301,9 +286,9 @@ def _secrets(args: AllFlags) -> Iterator[str]:
 def _secret_paths(value: Any, path: str) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            name = str(key).lower()
-            secret = any(name == word or name.endswith(f"_{word}") for word in SECRET_WORDS)
-            if secret and isinstance(inner, str) and inner and not inner.startswith("env:"):  # which names a variable
+            if (
+                may_be_secret(key) and isinstance(inner, str) and inner and not inner.startswith("env:")
+            ):  # which names a variable
                 yield f"{path}{key}"
             else:
                 yield from _secret_paths(inner, f"{path}{key}.")

@@ -10,7 +10,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
@@ -20,29 +20,14 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from sleuth.arguments.args import Args
-from sleuth.arguments.checks import HOOK_SECTIONS, flag
+from sleuth.arguments.checks import flag
 from sleuth.arguments.run_flags import Group
+from sleuth.arguments.sections import FileEntry, assign_sections
 
 NOT_FLAGS = {"custom_config"}
 
 REPEATABLE = {"custom_config_path"}
 """Lists to which a flag adds that is given a second time; elsewhere the last one counts."""
-
-HOOK_KEYS = (
-    "use_rs",
-    "tis_level",
-    "rs_level",
-    "tis_mode",
-    "tis_lower_bound",
-    "tis_upper_bound",
-    "rs_lower_bound",
-    "rs_upper_bound",
-    "rs_veto_threshold",
-    "tis_batch_normalize",
-    "mis_nonfinite",
-    "mis_dump_dir",
-)
-"""Top-level keys of mis.yaml, which go to the importance-sampling hook as they are."""
 
 UNSUPPORTED = {
     "partial_rollout": "partial rollouts are not supported yet; every trajectory is finished in its own step",
@@ -91,7 +76,13 @@ def parse_args(argv: Sequence[str] | None = None, *, model: type[GroupT] = Args)
     Raises ArgumentsError (a ValueError) naming each wrong flag; `--help` exits.
     """
     given = _split(model, sys.argv[1:] if argv is None else argv)
-    values = {**_from_files(given.get("custom_config_path", []), model), **given}
+    in_files, others = _from_files(given.get("custom_config_path", []), model)
+    values = {**in_files, **given}
+    if others:
+        sections, problems = assign_sections(others, values, given, suggest=lambda key: _unknown(key, model, prefix=""))
+        if problems:
+            raise ArgumentsError(_list_problems(problems))
+        values |= sections
     try:
         return model(**values)
     except ValidationError as error:
@@ -172,28 +163,27 @@ def _show(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _from_files(paths: Sequence[str], model: type[Group]) -> dict[str, Any]:
+def _from_files(paths: Sequence[str], model: type[Group]) -> tuple[dict[str, Any], list[FileEntry]]:
+    """The flags in YAML files, a later file over an earlier one, and every other entry: hooks may declare it."""
     values: dict[str, Any] = {}
-    custom: dict[str, Any] = {}
+    others: list[FileEntry] = []
     problems: list[str] = []
     for path in paths:
         for key, value in _read_yaml(Path(path)).items():
             name = key.replace("-", "_")
-            if name in HOOK_SECTIONS and not isinstance(value, Mapping):
-                problems.append(f"{path}: expected a mapping under {key}:, found {value!r}")
-            elif name in HOOK_SECTIONS or name in HOOK_KEYS:
-                custom[name] = {**custom.get(name, {}), **value} if isinstance(value, Mapping) else value
-            elif name == "custom_config_path":
+            if name == "custom_config_path":
                 problems.append(
                     f"{path}: {key} cannot stand in a configuration file; give all files on the command line"
                 )
-            elif name not in model.model_fields or name in NOT_FLAGS:
+            elif name in model.model_fields and name not in NOT_FLAGS:
+                values |= {} if value is None else {name: value}
+            elif name in UNSUPPORTED or name in NOT_FLAGS or "custom_config" not in model.model_fields:
                 problems.append(f"{path}: {_unknown(key, model, prefix='')}")
-            elif value is not None:
-                values[name] = value
+            else:
+                others.append(FileEntry(path, key, name, value))
     if problems:
         raise ArgumentsError(_list_problems(problems))
-    return {**values, "custom_config": custom} if custom else values
+    return values, others
 
 
 class _Loader(yaml.SafeLoader):
@@ -244,8 +234,6 @@ def _unknown(key: str, model: type[Group], *, prefix: str) -> str:
     if name in UNSUPPORTED:
         return f"{key}: {UNSUPPORTED[name]}"
     names = [field for field in model.model_fields if field not in NOT_FLAGS]
-    if not prefix:
-        names += [*HOOK_SECTIONS, *HOOK_KEYS]
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     where = flag(nearest[0]) if nearest and prefix else nearest[0] if nearest else None
     return f"{key}: unknown; " + (f"did you mean {where}?" if where else "see --help")

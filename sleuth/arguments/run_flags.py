@@ -12,7 +12,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveFraction = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -216,15 +225,31 @@ class HookArgs(Group):
         "response_lengths, **kwargs) -> (pg_loss, loss_masks, metrics): corrects for the mismatch between engine and "
         "trainer; needs --use-tis [the built-in truncation].",
     )
+    hook_timeout: PositiveFloat = Field(
+        1800.0,
+        description="Seconds that the generate hook and the reward hook may each take for one sample, at most.",
+    )
     custom_config_path: list[Path] = Field(
         default_factory=list,
         description="YAML files with values for any flag (keys with _ or -), merged before validation: the command "
-        "line wins over them, a later file over an earlier one. The sections search_r1 and custom and the keys of "
-        "mis.yaml go to the hooks. The flag may be repeated.",
+        "line wins over them, a later file over an earlier one. Sections that the hooks declare (search_r1, mis) and "
+        "the section custom go to the hooks. The flag may be repeated.",
     )
     custom_config: dict[str, Any] = Field(
         default_factory=dict, exclude_if=lambda value: not value, description="The hooks' own part of those files."
     )
+
+
+class SearchArgs(Group):
+    """Search: the settings of the search hooks that are flags, too; further ones stand in their section (search_r1)"""
+
+    search_backend: str | None = Field(
+        None, description="Search backend: local, google, or module.function of your own [the hook's own setting]."
+    )
+    search_url: str | None = Field(
+        None, description="URL of the local retrieval server, such as http://127.0.0.1:8000/retrieve [the hook's own]."
+    )
+    search_check: bool = Field(True, description="Ask the search backend one question before the run starts.")
 
 
 class LogArgs(Group):

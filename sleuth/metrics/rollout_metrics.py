@@ -65,11 +65,12 @@ def _tokens_of(sample: Sample, source: str) -> int:
 def _ending_metrics(samples: Sequence[Sample], failed: Sequence[Sample]) -> dict[str, float]:
     statuses = [sample.status for sample in (*samples, *failed)]
     reasons = [sample.stop_reason for sample in (*samples, *failed)]
+    own = sorted({str(reason) for reason in reasons if reason is not None} - set(StopReason))  # of the hook
     return {
         "rollout/failed_samples": float(len(failed)),
         "rollout/truncated": statuses.count(SampleStatus.TRUNCATED) / len(samples),
         **{f"rollout/status/{status}": float(statuses.count(status)) for status in SampleStatus},
-        **{f"rollout/stop/{reason}": reasons.count(reason) / len(reasons) for reason in StopReason},
+        **{f"rollout/stop/{reason}": reasons.count(reason) / len(reasons) for reason in [*StopReason, *own]},
     }
 
 

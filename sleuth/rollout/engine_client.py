@@ -24,8 +24,8 @@ import aiohttp
 import orjson
 import tenacity
 
+from sleuth.hooks.context import Generation, StopRunError
 from sleuth.retries import failure, with_retries
-from sleuth.rollout.context import Generation
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ FIXED_SAMPLING_PARAMS = {
 }
 
 
-class EngineError(RuntimeError):
+class EngineError(StopRunError):
     """An engine could not be reached, refused a request or answered nonsense; the message names its url."""
 
 
@@ -53,7 +53,7 @@ class _TransientError(EngineError):
 
 
 class EngineClient:
-    """The engines at `urls`, as one; implements `sleuth.rollout.context.Engine`.
+    """The engines at `urls`, as one; implements `sleuth.hooks.Engine`.
 
     `max_concurrency`: requests under way per engine. `vocab_size`: rows of the model's embedding, which can be more
     than the tokenizer's; an id beyond it would kill the server, so it never leaves here. `timeout`: seconds for one

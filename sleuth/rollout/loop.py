@@ -10,46 +10,25 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from sleuth.arguments import Args
 from sleuth.data import PromptRow
-from sleuth.hooks import accepts_evaluation, load_hook
-from sleuth.rollout import single_turn
-from sleuth.sample import Sample, SampleStatus, TokenTrace
+from sleuth.rollout.hook_runner import UNUSABLE, HookRunner, Hooks
+from sleuth.sample import Sample, StopReason, TokenTrace
 
 logger = logging.getLogger(__name__)
 
 MAX_FILTERED_RATIO = 30
 """Rejected groups per wanted group at which a step is given up: the prompts are endless, patience is not."""
 
-UNUSABLE = (SampleStatus.FAILED, SampleStatus.ABORTED)
-
 
 class RolloutError(RuntimeError):
     """Too many trajectories of a step failed for the step to mean anything."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """The user's functions, already loaded and signature-checked."""
-
-    generate: Callable[..., Awaitable[Sample]]
-    reward: Callable[..., Awaitable[float | dict[str, float]]]
-    keep_group: Callable[[Args, list[Sample]], bool] | None = None
-
-
-def load_hooks(args: Args) -> Hooks:
-    """The hooks that the flags name; ValueError for one that is not there or has another signature."""
-    generate, keep = args.custom_generate_function_path, args.dynamic_sampling_filter_path
-    return Hooks(
-        generate=load_hook(generate, "generate") if generate else single_turn.generate,
-        reward=load_hook(args.custom_rm_path, "reward"),
-        keep_group=load_hook(keep, "filter") if keep else None,
-    )
 
 
 @dataclass(slots=True)
@@ -61,13 +40,23 @@ class FailureBudget:
 
     def record(self, sample: Sample) -> None:
         self.failed.append(sample)
-        logger.warning("sample %d: %s (%s): %s", sample.index, sample.status, sample.stop_reason, sample.error)
+        logger.warning(
+            "sample %d (%s): %s (%s): %s", sample.index, sample.where, sample.status, sample.stop_reason, sample.error
+        )
         if len(self.failed) > self.allowed:
             raise RolloutError(
                 f"{len(self.failed)} trajectories of this step failed; --max-failure-rate allows {self.allowed}. "
-                f"The last one: {sample.stop_reason}: {sample.error}. "
-                "Check that the search backend and the engines answer, then start again from the last checkpoint"
+                f"The last one, sample {sample.index} ({sample.where}): {sample.stop_reason}: {sample.error}. "
+                f"{_remedy(sample)}, then start again from the last checkpoint"
             )
+
+
+def _remedy(sample: Sample) -> str:
+    if sample.stop_reason in (StopReason.SEARCH_FAILED, StopReason.ENGINE_ABORT):
+        return "Check that the search backend and the engines answer"
+    if sample.stop_reason is StopReason.HOOK_TIMEOUT:
+        return "Check what the hook waits for, or raise --hook-timeout"
+    return "Mend the hook (tracebacks: logs/rollout.log in the run's folder)"
 
 
 @dataclass(slots=True)
@@ -84,16 +73,13 @@ class Rollout:
 
 
 def sampling_parameters(args: Args, *, temperature: float, top_p: float, max_new_tokens: int) -> dict[str, Any]:
-    """Parameters of an engine request. The text keeps stop strings and special tokens."""
+    """What a generate hook gets as `sampling_params`."""
     return {
         "temperature": temperature,
         "top_p": top_p,
         "top_k": args.rollout_top_k if temperature > 0 else -1,
         "max_new_tokens": max_new_tokens,
         "stop": list(args.rollout_stop),
-        "no_stop_trim": True,
-        "skip_special_tokens": False,
-        "spaces_between_special_tokens": False,
     }
 
 
@@ -103,7 +89,7 @@ class GenerationLoop:
     def __init__(self, args: Args, hooks: Hooks) -> None:
         self.args = args
         self.hooks = hooks
-        self._takes_evaluation = accepts_evaluation(hooks.generate)
+        self._runner = HookRunner(args, hooks)
 
     async def rollout(self, next_rows: Callable[[int], Sequence[PromptRow]]) -> Rollout:
         """Generate and score `rollout_batch_size` groups; `next_rows(n)` gives the next prompts.
@@ -125,7 +111,7 @@ class GenerationLoop:
         while missing := args.rollout_batch_size - len(rollout.groups):
             groups = [_group(row, next(group_indices), args.n_samples_per_prompt) for row in next_rows(missing)]
             for group in await self._run_groups(groups, params, budget):
-                if self.hooks.keep_group is None or self.hooks.keep_group(args, group):
+                if self._keeps(group):
                     rollout.groups.append(group)
                 else:
                     rollout.filtered_groups += 1
@@ -155,12 +141,24 @@ class GenerationLoop:
         done = await self._run_groups(groups, params, budget, evaluation=True)
         return Rollout(done, budget.failed)
 
+    def _keeps(self, group: list[Sample]) -> bool:
+        try:
+            return self.hooks.keep_group is None or bool(self.hooks.keep_group(self.args, group))
+        except Exception as error:
+            logger.info("the filter failed", exc_info=error)
+            raise RolloutError(
+                f"--dynamic-sampling-filter-path {self.args.dynamic_sampling_filter_path} failed on prompt "
+                f"{group[0].group_index} ({group[0].where}): {type(error).__name__}: {error}; mend the filter "
+                "(traceback: logs/rollout.log in the run's folder)"
+            ) from None
+
     def _budget(self, samples: int) -> FailureBudget:
         return FailureBudget(math.ceil(self.args.max_failure_rate * samples))
 
     async def _run_groups(
         self, groups: list[list[NewSample]], params: dict[str, Any], budget: FailureBudget, evaluation: bool = False
     ) -> list[list[Sample]]:
+        watch = asyncio.create_task(self._runner.watch())
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
@@ -172,26 +170,19 @@ class GenerationLoop:
                 ]
         except BaseExceptionGroup as errors:
             # One cause is what a reader needs; the other tasks were cancelled because of it.
-            raise next(_leaves(errors)) from None
+            raise _portable(next(_leaves(errors))) from None
+        finally:
+            watch.cancel()
         return [[task.result() for task in group] for group in running]
 
     async def _run_until_usable(
         self, new_sample: NewSample, params: dict[str, Any], budget: FailureBudget, evaluation: bool
     ) -> Sample:
         while True:
-            done = await self._run(new_sample(), params, evaluation)
+            done = await self._runner.run(new_sample(), params, evaluation)
             if done.status not in UNUSABLE:
                 return done
             budget.record(done)
-
-    async def _run(self, sample: Sample, params: dict[str, Any], evaluation: bool) -> Sample:
-        extra = {"evaluation": evaluation} if self._takes_evaluation else {}
-        sample = await self.hooks.generate(self.args, sample, dict(params), **extra)
-        if sample.status is SampleStatus.PENDING:
-            raise ValueError("the generate hook returned a sample that is still PENDING: call sample.finish(...)")
-        if sample.status not in UNUSABLE:
-            _set_reward(sample, await self.hooks.reward(self.args, sample))
-        return sample
 
 
 NewSample = Callable[[], Sample]
@@ -210,19 +201,9 @@ def _new_sample(row: PromptRow, group_index: int, index: int) -> Sample:
         trace=TokenTrace(list(row.prompt_ids)),
         label=row.label,
         metadata=dict(row.metadata),
+        file=getattr(row, "file", None),
+        row=getattr(row, "index", None),
     )
-
-
-def _set_reward(sample: Sample, result: float | dict[str, float]) -> None:
-    """Store what the reward hook returned: a number, or components of which `reward` is the total."""
-    if isinstance(result, dict):
-        if "reward" not in result:
-            raise ValueError(f"the reward hook's components need the total as 'reward'; found {sorted(result)}")
-        sample.reward_components = {k: float(v) for k, v in result.items() if k != "reward"}
-        result = result["reward"]
-    sample.reward = float(result)
-    if not math.isfinite(sample.reward):
-        raise ValueError(f"the reward hook returned {result} for sample {sample.index}; expected a finite number")
 
 
 def _leaves(errors: BaseExceptionGroup) -> Iterator[BaseException]:
@@ -231,3 +212,12 @@ def _leaves(errors: BaseExceptionGroup) -> Iterator[BaseException]:
             yield from _leaves(error)
         else:
             yield error
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error, or its text in one that can be sent to another process, as those of some libraries cannot."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RolloutError(f"{type(error).__name__}: {error}")
+    return error

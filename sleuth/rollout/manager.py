@@ -19,14 +19,14 @@ from transformers import AutoTokenizer
 from sleuth.algo.optimizer_steps import OptimizerStepBatch
 from sleuth.arguments import Args, check_tokenizer
 from sleuth.data import PromptStream, load_rows, load_sft_rows
+from sleuth.hooks import RolloutContext, drain_step_metrics, use_rollout_context
 from sleuth.metrics.rollout_metrics import evaluation_metrics, evaluation_name, rollout_metrics
 from sleuth.metrics.trajectories import write_trajectories
-from sleuth.rollout.context import RolloutContext, use_rollout_context
 from sleuth.rollout.engine_client import EngineClient, embedding_size
-from sleuth.rollout.loop import GenerationLoop, load_hooks
+from sleuth.rollout.hook_runner import load_hooks
+from sleuth.rollout.loop import GenerationLoop
 from sleuth.rollout.reward_shaping import shape_rewards
 from sleuth.rollout.train_batches import shard_batch, train_samples
-from sleuth.search import drain_search_metrics
 
 PROBE_TOKENS = 256
 Result = TypeVar("Result")
@@ -66,13 +66,13 @@ class RolloutManager:
 
     def generate(self, step: int) -> StepData:
         """Roll out one step. Raises RolloutError when too many trajectories fail."""
-        drain_search_metrics()  # of an evaluation in between
+        drain_step_metrics()  # of an evaluation in between
         start = time.perf_counter()
         rollout = self._run(self.loop.rollout(self.stream.next_groups))
         seconds = time.perf_counter() - start
         samples = rollout.samples
         shaping = shape_rewards(self.args, samples)
-        metrics = shaping | rollout_metrics(samples, rollout.failed) | drain_search_metrics()
+        metrics = shaping | rollout_metrics(samples, rollout.failed) | drain_step_metrics()
         metrics["rollout/filtered_groups"] = float(rollout.filtered_groups)
         metrics["perf/rollout_tokens_per_second"] = sum(sum(s.trace.loss_mask) for s in samples) / seconds
         self._write_trajectories(f"step_{step:07d}", samples)
@@ -99,7 +99,7 @@ class RolloutManager:
         return self._run(self._score_everywhere(self.probe_ids()))
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        with use_rollout_context(RolloutContext(self.engine, self.tokenizer)):
+        with use_rollout_context(RolloutContext(self.engine, self.tokenizer, self.vocab_size)):
             return self._runner.run(coroutine, context=contextvars.copy_context())
 
     async def _score_everywhere(self, ids: list[int]) -> list[list[float]]:

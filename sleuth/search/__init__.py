@@ -1,19 +1,36 @@
 """The parts of a search environment that do not depend on a protocol or a backend."""
 
-from sleuth.search.http import SearchError, request_text, shared_session, with_search_retries
-from sleuth.search.observation import Passage, decode, encode, format_observation, to_passage
-from sleuth.search.service import SearchService, SearchUnavailableError, drain_search_metrics
+from sleuth.search.http import (
+    QueryError,
+    SearchError,
+    clean_query,
+    is_query_fault,
+    request_text,
+    shared_session,
+    with_search_retries,
+)
+from sleuth.search.observation import Passage, format_observation, to_passage
+from sleuth.search.service import (
+    SearchService,
+    SearchUnavailableError,
+    drain_search_metrics,
+    guarded_backend,
+    shared_service,
+)
 
 __all__ = [
     "Passage",
+    "QueryError",
     "SearchError",
     "SearchService",
     "SearchUnavailableError",
-    "decode",
+    "clean_query",
     "drain_search_metrics",
-    "encode",
     "format_observation",
+    "guarded_backend",
+    "is_query_fault",
     "request_text",
+    "shared_service",
     "shared_session",
     "to_passage",
     "with_search_retries",

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import json
 import logging
 import random
+import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import lru_cache
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import aiohttp
+import pydantic
 import tenacity
+from yarl import URL
 
 from sleuth.retries import failure, with_retries
 
@@ -20,7 +23,14 @@ logger = logging.getLogger(__name__)
 
 FIRST_WAIT_SECONDS = 0.25
 MAX_WAIT_SECONDS = 20.0
+MAX_ANSWER_BYTES = 32 * 1024 * 1024
+"""Of an answer's body, decompressed: a hundred passages take less than one of these megabytes."""
+MAX_REDIRECTS = 5
 RETRYABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+QUERY_STATUS = frozenset({400, 413, 414, 422, 431, 451})
+"""How servers refuse a query for what it says or how long it is. The rest of 4xx is about keys, addresses and rates."""
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_UNLIMITED = aiohttp.ClientTimeout(total=None)
 
 SearchErrorKind = Literal["timeout", "connection", "rate_limit", "status", "response", "backend"]
 T = TypeVar("T")
@@ -41,42 +51,157 @@ class SearchError(RuntimeError):
         self.retry_after = retry_after
 
 
-async def request_text(method: str, url: str, *, timeout: float, hidden: str | None = None, **options: Any) -> str:
-    """The body of an answer with status 200, as UTF-8, which JSON is; SearchError for everything else.
+class QueryError(ValueError):
+    """A search was refused for its query: the doing of who wrote it, not of the backend.
 
-    Messages name the URL and what was answered, never the request's headers or body. `hidden` is a secret that an
-    answer could repeat: it is taken out.
+    Not a SearchError, so that it is neither retried nor counted as a failure. `reason` is what the server said,
+    without its address.
     """
-    session = await shared_session()
+
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason or message
+
+
+# --- Queries ---
+
+_UNSENDABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffd]")
+
+
+def clean_query(query: str) -> str:
+    """The query as it can be sent; QueryError if nothing is left of it.
+
+    What no server can read becomes a space: lone surrogates, U+FFFD, and control characters but for whitespace.
+    """
+    if re.search("[\ud800-\udfff]", query):  # two that make a pair are one character
+        query = query.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    cleaned = _UNSENDABLE.sub(" ", query).strip()
+    if not cleaned:
+        raise QueryError("the query is blank")
+    return cleaned
+
+
+def is_query_fault(error: BaseException) -> bool:
+    """Whether an error of someone's own backend is about the query rather than the backend.
+
+    So are QueryError and ValueError, but for those about what came back (JSON, text, pydantic's) or what was
+    connected to; and the errors of HTTP clients (aiohttp, requests, httpx) for a status in QUERY_STATUS.
+    """
+    status = getattr(error, "status", getattr(getattr(error, "response", None), "status_code", None))
+    if isinstance(status, int):
+        return status in QUERY_STATUS
+    of_answers = (json.JSONDecodeError, UnicodeDecodeError, pydantic.ValidationError)
+    return isinstance(error, ValueError) and not isinstance(error, (*of_answers, aiohttp.ClientError, OSError))
+
+
+# --- Requests ---
+
+
+async def request_text(method: str, url: str, *, timeout: float, hidden: str | None = None, **options: Any) -> str:
+    """The body of an answer with status 200, as UTF-8, which JSON is.
+
+    `timeout`: seconds, redirects and reading included. Messages name the URL and what was answered, never the
+    request's headers or body. `hidden` is a secret that an answer could repeat: it is taken out.
+
+    Raises QueryError for a status in QUERY_STATUS, SearchError for everything else: another status, no answer in
+    time, more than MAX_ANSWER_BYTES, a redirect that would lose the query or lead a secret elsewhere.
+    """
+    name = re.sub(r"//[^/@]*@", "//***@", url)
     try:
-        async with session.request(method, url, timeout=_within(timeout), **options) as response:
-            text = (await response.read()).decode("utf-8", "replace")
-            text = text.replace(hidden, "***") if hidden else text
+        async with asyncio.timeout(timeout):
+            return await _request(method, url, name, hidden, options)
+    except QueryError:
+        raise
     except TimeoutError:
-        raise SearchError(f"{url}: no answer within {timeout} s", "timeout", retryable=True) from None
-    except aiohttp.InvalidURL:
-        raise SearchError(f"{url}: not a URL; expected http://host:port/path", "connection") from None
+        raise SearchError(f"{name}: no answer within {timeout} s", "timeout", retryable=True) from None
+    except ValueError as error:  # of aiohttp, which refuses URLs, proxies and headers so
+        reason = "" if isinstance(error, aiohttp.InvalidURL) else f" ({_hide(str(error), hidden)})"
+        raise SearchError(f"{name}: cannot be asked{reason}; expected http://host:port/path", "connection") from None
+    except aiohttp.ClientHttpProxyError as error:  # its text would hold the proxy's password
+        message = f"{name}: the proxy answered {error.status} {error.message!r}"
+        raise SearchError(message, "connection", retryable=error.status in RETRYABLE_STATUS) from None
     except (aiohttp.ClientError, OSError) as error:
-        raise SearchError(f"{url}: {error or type(error).__name__}", "connection", retryable=True) from None
-    if response.status != 200:
-        raise status_error(response, url, text)
-    return text
+        permanent = isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.NonHttpUrlClientError)
+        raise SearchError(f"{name}: {error or type(error).__name__}", "connection", retryable=not permanent) from None
 
 
-@lru_cache(maxsize=8)
-def _within(seconds: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=seconds)
+async def _request(method: str, url: str, name: str, hidden: str | None, options: Mapping[str, Any]) -> str:
+    session = await shared_session()
+    secret = hidden or options.get("headers") or options.get("auth")
+    target: str | URL = url
+    for _ in range(MAX_REDIRECTS + 1):
+        async with session.request(method, target, timeout=_UNLIMITED, allow_redirects=False, **options) as response:
+            location = _hide(response.headers.get("Location", ""), hidden)
+            if response.status in _REDIRECTS and location:
+                target = _redirected(response, location, name, bool(secret))
+                continue
+            text = _hide((await _read(response, name)).decode("utf-8-sig", "replace"), hidden)
+        reached = name if target == url else f"{name} (redirected to {target})"
+        if response.status != 200:
+            raise status_error(response, reached, text)
+        if target != url and response.content_type == "text/html":
+            raise SearchError(f"{reached}: found a page of HTML; expected the address of a search", "response")
+        return text
+    raise SearchError(f"{name}: more than {MAX_REDIRECTS} redirects, the last one to {target}", "status")
 
 
-def status_error(response: aiohttp.ClientResponse, url: str, text: str) -> SearchError:
+def _redirected(response: aiohttp.ClientResponse, location: str, name: str, secret: bool) -> URL:
+    """Where a redirect leads; SearchError if the request cannot go there as it is."""
+    told = f"{name}: status {response.status}, a redirect to {location[:200]!r}"
+    try:
+        target = response.url.join(URL(location))
+        elsewhere = target.origin() != response.url.origin()
+    except ValueError:
+        target = URL()
+    if target.scheme not in ("http", "https"):
+        raise SearchError(f"{told}, which is no http address", "status")
+    remedy = "if it is right, set that address instead"
+    if response.method == "POST" and response.status not in (307, 308):
+        raise SearchError(f"{told}, which would lose the query; {remedy}", "status")
+    if secret and elsewhere:
+        raise SearchError(f"{told}, another server, which must not see the key; {remedy}", "status")
+    return target
+
+
+async def _read(response: aiohttp.ClientResponse, name: str) -> bytearray:
+    """The body, decompressed."""
+    data = bytearray()
+    too_long = (response.content_length or 0) > MAX_ANSWER_BYTES
+    async for chunk in response.content.iter_any():
+        data += chunk
+        if too_long or len(data) > MAX_ANSWER_BYTES:
+            raise SearchError(f"{name}: the answer is longer than {MAX_ANSWER_BYTES} bytes", "response")
+    return data
+
+
+def _hide(text: str, secret: str | None) -> str:
+    return text.replace(secret, "***") if secret else text
+
+
+def status_error(response: aiohttp.ClientResponse, name: str, text: str) -> SearchError | QueryError:
     """The error for an answer with another status than 200; it quotes the beginning of `text`."""
     status = response.status
+    message = f"{name}: status {status}: {text[:200]!r}"
+    if status in QUERY_STATUS:
+        return QueryError(message, _reason(text))
     return SearchError(
-        f"{url}: status {status}: {text[:200]!r}",
+        message,
         "rate_limit" if status == 429 else "status",
         retryable=status in RETRYABLE_STATUS,
         retry_after=_seconds(response.headers.get("Retry-After")),
     )
+
+
+def _reason(text: str) -> str:
+    """What an answer says went wrong, from its JSON where it has a usual form."""
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError):
+        body = None
+    for key in ("detail", "message", "error") if isinstance(body, dict) else ():
+        if isinstance(body.get(key), str):
+            return str(body[key])[:200]
+    return text[:200]
 
 
 def _seconds(retry_after: str | None) -> float | None:
@@ -89,12 +214,12 @@ def _seconds(retry_after: str | None) -> float | None:
         pass
     try:
         return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
 async def with_search_retries(attempt: Callable[[], Awaitable[T]], retries: int) -> T:
-    """What the attempt returns; its last SearchError after `retries` further attempts.
+    """What the attempt returns; its last SearchError after `retries` further attempts, any other error at once.
 
     Waits grow exponentially, each at least half of what it is at most, or are as long as the server asked; none exceeds
     MAX_WAIT_SECONDS.

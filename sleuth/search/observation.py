@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,10 +12,16 @@ from typing import Any, NamedTuple
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
+from sleuth.tokens import encode
+
 OBSERVATION_HEAD = "\n\n<information>"
 OBSERVATION_TAIL = "</information>\n\n"
 LONGEST_WORD = 30
 """A passage is cut back to a space no further than this many characters; Chinese has none, for one."""
+LONGEST_TITLE = 300
+"""Characters; Wikipedia's titles have at most 255 bytes."""
+CHARACTERS_A_TOKEN = 16
+"""No text has more on average. What goes beyond `max_tokens` of them is cut off unseen, before anything is encoded."""
 
 
 class Passage(NamedTuple):
@@ -28,10 +35,11 @@ def to_passage(item: Any) -> Passage:
     """A search result as title and text.
 
     Takes `{"document": {"contents": ...}}`, a document itself, `{"title", "text"}`, or the contents as
-    a string, whose first line is the title, usually in quotes. Raises ValueError on anything else.
+    a string, whose first line is the title, usually in quotes; without them, a line longer than LONGEST_TITLE is text.
+    Raises ValueError on anything else.
     """
     document = item.get("document", item) if isinstance(item, dict) else item
-    if isinstance(document, Passage):
+    if isinstance(document, Passage) and all(isinstance(part, str) for part in document):
         return document
     if isinstance(document, str):
         return _split_contents(document)
@@ -39,16 +47,21 @@ def to_passage(item: Any) -> Passage:
         if isinstance(contents := document.get("contents"), str):
             return _split_contents(contents)
         if isinstance(text := document.get("text"), str):
-            return Passage(str(document.get("title") or "").strip(), text.strip())
-    raise ValueError(f"expected a passage with 'contents' or 'title' and 'text', found {str(item)[:200]!r}")
+            return Passage(title_text(document.get("title")), text.strip())
+    raise ValueError(f"expected a passage with 'contents' or 'title' and 'text', found {reprlib.repr(item)}")
+
+
+def title_text(title: Any) -> str:
+    """A title on one line; "" if there is none (null, or NaN, as tables have it)."""
+    return " ".join(str(title).split()) if isinstance(title, str | int) else ""
 
 
 def _split_contents(contents: str) -> Passage:
     first, newline, rest = contents.strip().partition("\n")
     title = first.strip()
     quoted = len(title) > 1 and title[0] == title[-1] == '"'
-    if not newline and not quoted:
-        return Passage("", title)
+    if not quoted and (not newline or len(title) > LONGEST_TITLE):
+        return Passage("", contents.strip())
     return Passage(title[1:-1].strip() if quoted else title, rest.strip())
 
 
@@ -59,9 +72,18 @@ def format_observation(passages: Sequence[Any], tokenizer: PreTrainedTokenizerBa
     on its own, at most `max_tokens` long. Longer passages are shortened first, each to the same share,
     at a word; the last ones go where too little is left for all. The closing tag always survives, even
     where `max_tokens` is less than the empty frame needs. Protocol tags and special tokens inside
-    passages are neutralised: they must not act. Takes whatever `to_passage` takes.
+    passages are neutralised: they must not act. A title has at most LONGEST_TITLE characters; passages with neither
+    title nor text are left out. Takes whatever `to_passage` takes.
     """
-    return list(_observation(tuple(map(to_passage, passages)), tokenizer, max_tokens))
+    found = filter(any, map(to_passage, passages))
+    longest = max_tokens * CHARACTERS_A_TOKEN
+    bounded = (Passage(_clip(title, LONGEST_TITLE), _clip(text, longest)) for title, text in found)
+    return list(_observation(tuple(bounded), tokenizer, max_tokens))
+
+
+def _clip(text: str, characters: int) -> str:
+    """The text's first characters, back to the last whole word where the script has words."""
+    return text if len(text) <= characters else _cut_at_word(text, max(characters, 0))
 
 
 @lru_cache(maxsize=1024)
@@ -95,21 +117,6 @@ def _shortened_observation(
 @lru_cache(maxsize=8)
 def _empty_observation(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(encode(_frame([]), tokenizer).ids)
-
-
-def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> Encoding:
-    """The text's ids and offsets, without special tokens at its ends."""
-    backend = tokenizer.backend_tokenizer
-    if backend.truncation is None and backend.padding is None:
-        return backend.encode(text, add_special_tokens=False)  # without the tokenizer's pool of threads
-    encodings = tokenizer(text, add_special_tokens=False).encodings
-    assert encodings is not None  # a tokenizer with a backend gives them
-    return encodings[0]
-
-
-def decode(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of token ids as they are, special tokens included."""
-    return tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def _token_starts(lines: Sequence[str], encoding: Encoding) -> list[list[int]]:
@@ -146,7 +153,10 @@ def _cut(line: str, token_starts: Sequence[int], tokens: int) -> str:
     """The line's first `tokens` tokens, back to the last whole word where the script has words."""
     if tokens >= len(token_starts):
         return line
-    end = token_starts[tokens]  # not within a character whose bytes are several tokens
+    return _cut_at_word(line, token_starts[tokens])  # not within a character whose bytes are several tokens
+
+
+def _cut_at_word(line: str, end: int) -> str:
     cut = line[:end]
     space = cut.rfind(" ")
     if not line[end].isspace() and space >= end - LONGEST_WORD:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from sleuth.search.http import SearchError
+from sleuth.hooks.context import StopRunError, step_metrics
+from sleuth.search.http import SearchError, with_search_retries
 from sleuth.search.observation import Passage, to_passage
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ FEWEST = 20
 """Fewer searches than this do not tell a rate."""
 
 
-class SearchUnavailableError(RuntimeError):
+class SearchUnavailableError(StopRunError):
     """So many searches failed that the backend must be taken for down."""
 
 
@@ -106,6 +107,38 @@ class SearchService:
             ) from error
 
 
+_services: dict[tuple[asyncio.AbstractEventLoop, Any], SearchService] = {}
+
+
+def shared_service(key: Any, make: Callable[[], SearchService]) -> SearchService:
+    """The one service of these settings in the running event loop, made where there is none yet."""
+    place = asyncio.get_running_loop(), key
+    if place not in _services:
+        for ended in [other for other in _services if other[0].is_closed()]:
+            del _services[ended]
+        _services[place] = make()
+    return _services[place]
+
+
+def guarded_backend(
+    function: Callable[[str, int], Awaitable[Sequence[Any]]], name: str, *, topk: int, timeout: float, retries: int
+) -> Callable[[str], Awaitable[Sequence[Any]]]:
+    """A user's own `async def search(query, topk)` with a timeout (seconds an attempt), retries and typed errors."""
+
+    async def attempt(query: str) -> Sequence[Any]:
+        try:
+            async with asyncio.timeout(timeout):
+                return await function(query, topk)
+        except SearchError:
+            raise
+        except TimeoutError:
+            raise SearchError(f"{name}: no answer within {timeout} s", "timeout", retryable=True) from None
+        except Exception as error:
+            raise SearchError(f"{name}: {type(error).__name__}: {error}", "backend", retryable=True) from error
+
+    return lambda query: with_search_retries(lambda: attempt(query), retries)
+
+
 def _passages(items: Iterable[Any]) -> list[Passage]:
     try:
         if isinstance(items, str | bytes | Mapping):  # whose letters or keys would pass for passages
@@ -143,6 +176,7 @@ _RATES = {
 }
 
 
+@step_metrics
 def drain_search_metrics() -> dict[str, float]:
     """`search/...` of this process since the last call: how searches ended (after retries), latency in seconds.
 

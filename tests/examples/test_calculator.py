@@ -9,8 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sleuth.hooks import load_hook
-from sleuth.rollout.context import Generation, RolloutContext, use_rollout_context
+from sleuth.hooks import Generation, RolloutContext, load_hook, use_rollout_context
 from sleuth.sample import Sample, SampleStatus, StopReason, TokenTrace
 
 generate = load_hook("examples.calculator.generate", "generate")
@@ -61,7 +60,7 @@ def test_a_call_and_an_answer():
     sample = run(engine)
     assert (sample.status, sample.stop_reason, sample.reward) == (SampleStatus.COMPLETED, StopReason.ANSWERED, 1.0)
     assert [segment.source for segment in sample.trace.segments] == ["model", "observation", "model"]
-    assert sample.rollout_metrics == {"calls": 1.0}
+    assert (sample.rollout_metrics["calls"], sample.rollout_metrics["turns"]) == (1.0, 2.0)
     assert sample.weight_version == "3"
     prompt, params = engine.requests[1]
     assert prompt == "12 * 7?Let me see: <calc>12 * 7</calc><result>84</result>"
@@ -93,7 +92,7 @@ def test_the_context_is_limited():
 
 
 @pytest.mark.parametrize(
-    ("finish_reason", "status", "tokens"), [("length", SampleStatus.TRUNCATED, 5), ("abort", SampleStatus.ABORTED, 0)]
+    ("finish_reason", "status", "tokens"), [("length", SampleStatus.TRUNCATED, 5), ("abort", SampleStatus.ABORTED, 5)]
 )
 def test_a_turn_that_did_not_end_by_itself(finish_reason, status, tokens):
     sample = run(ScriptedEngine("Hello", finish_reason=finish_reason))
@@ -111,7 +110,7 @@ def test_with_a_real_engine(engine):
         client = EngineClient([engine.url], max_concurrency=4, vocab_size=vocab_size)
         ids = engine.tokenizer.encode("12 * 7?")
         sample = Sample(0, 0, "12 * 7?", TokenTrace(ids), label="84")
-        params = {"temperature": 1.0, "stop": [], "max_new_tokens": 8, "no_stop_trim": True}
+        params = {"temperature": 1.0, "stop": [], "max_new_tokens": 8}
         try:
             with use_rollout_context(RolloutContext(client, engine.tokenizer)):
                 done = await generate(SimpleNamespace(rollout_max_context_len=64), sample, params)

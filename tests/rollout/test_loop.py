@@ -1,15 +1,18 @@
 """The generation loop with scripted hooks: order, replacement, limits, and what an error looks like."""
 
 import asyncio
+import re
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sleuth.rollout import single_turn
-from sleuth.rollout.context import Generation, RolloutContext, use_rollout_context
-from sleuth.rollout.loop import GenerationLoop, Hooks, RolloutError
+from sleuth.hooks import FailSample, Generation, RolloutContext, StopRunError, single_turn, use_rollout_context
+from sleuth.metrics.rollout_metrics import rollout_metrics
+from sleuth.rollout import hook_runner
+from sleuth.rollout.hook_runner import Hooks
+from sleuth.rollout.loop import GenerationLoop, RolloutError
 from sleuth.sample import SampleStatus, StopReason
 
 
@@ -38,6 +41,8 @@ def arguments(**changes):
         "eval_top_p": 1.0,
         "eval_max_response_len": None,
         "max_failure_rate": 0.5,
+        "hook_timeout": 60.0,
+        "dynamic_sampling_filter_path": "my.filter",
     }
     return SimpleNamespace(**(values | changes))
 
@@ -110,44 +115,172 @@ def test_a_filter_that_rejects_everything_stops_the_step():
         run(keep=lambda args, group: False)
 
 
-def test_a_bug_in_a_hook_comes_out_as_itself():
-    async def buggy(args, sample, sampling_params):
-        await asyncio.sleep(0.001)
-        raise KeyError("titel")
-
-    with pytest.raises(KeyError, match="titel"):
-        run(buggy)
+async def finish(args, sample, sampling_params):
+    return sample.finish(SampleStatus.COMPLETED, StopReason.ANSWERED)
 
 
-def test_reward_components_need_a_total():
+async def raise_key_error(args, sample, *rest):
+    await asyncio.sleep(0.001)
+    raise KeyError("titel")
+
+
+async def return_list(args, sample, sampling_params):
+    return [sample]
+
+
+async def forget_to_return(args, sample, sampling_params):
+    sample.finish(SampleStatus.COMPLETED, StopReason.ANSWERED)
+
+
+async def forget_to_finish(args, sample, sampling_params):
+    return sample
+
+
+async def finish_twice(args, sample, sampling_params):
+    sample.finish(SampleStatus.TRUNCATED, StopReason.CONTEXT_LIMIT)
+    return sample.finish(SampleStatus.COMPLETED, StopReason.ANSWERED)
+
+
+async def forget_log_probs(args, sample, sampling_params):
+    sample.trace.response_ids.extend([1, 2])
+    return await finish(args, sample, sampling_params)
+
+
+async def make_up_ids(args, sample, sampling_params):
+    sample.trace.append_model([1, 99], [-1.0, -1.0])
+    return await finish(args, sample, sampling_params)
+
+
+async def leave(args, sample, sampling_params):
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("generate", "message"),
+    [
+        (raise_key_error, r"generate hook \S*raise_key_error: KeyError: 'titel' \(test_loop.py:\d+\)"),
+        (return_list, "expected the finished Sample, found list"),
+        (forget_to_return, "expected the finished Sample, found NoneType; end with `return sample`"),
+        (forget_to_finish, "still PENDING"),
+        (finish_twice, "finished already"),
+        (forget_log_probs, "one log-probability for each of 2 response ids"),
+        (make_up_ids, r"expected ids in \[0, 50\).*found 99"),
+        (leave, "SystemExit: 3"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_generate_hook_that_fails_is_named_with_its_sample(generate, message):
+    with (
+        use_rollout_context(RolloutContext(None, None, vocab_size=50)),
+        pytest.raises(RolloutError, match=rf"sample \d+ \(prompt \d+\): hook_error: .*{message}.*Mend the hook"),
+    ):
+        run(generate)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "expected a finite number or a dictionary of finite numbers, found None"),
+        ("0.5", "found '0.5'"),
+        (float("nan"), "found nan"),
+        (float("inf"), "found inf"),
+        ({"reward": 1.0, "style": "good"}, "found 'good' .str. as style"),
+        ({"exact_match": 1.0}, "expected the total as 'reward'"),
+    ],
+)
+def test_a_reward_that_is_none_is_named_with_its_sample(result, message):
+    async def reward(args, sample, **kwargs):
+        return result
+
+    with pytest.raises(RolloutError, match=rf"reward_error: reward hook .*reward: ValueError: .*{message}"):
+        run(reward=reward)
+
+
+def test_reward_components_are_kept_beside_the_total():
     async def parts(args, sample, **kwargs):
         return {"reward": 0.8, "exact_match": 1.0}
 
     sample = run(reward=parts).samples[0]
     assert (sample.reward, sample.reward_components) == (0.8, {"exact_match": 1.0})
 
-    async def no_total(args, sample, **kwargs):
-        return {"exact_match": 1.0}
 
-    with pytest.raises(ValueError, match="total as 'reward'"):
-        run(reward=no_total)
+def test_a_hook_that_fails_now_and_then_costs_its_own_samples_only():
+    calls = []
+
+    async def judge(args, sample, **kwargs):
+        calls.append(sample.index)
+        if len(calls) % 6 == 0:
+            raise FailSample("judge_busy", "the judge answered 500")
+        return 1.0
+
+    rollout = run(reward=judge)
+    assert [(s.status, s.stop_reason) for s in rollout.failed] == [(SampleStatus.FAILED, "judge_busy")]
+    assert len(rollout.samples) == 6
+    assert rollout_metrics(rollout.samples, rollout.failed)["rollout/stop/judge_busy"] == pytest.approx(1 / 7)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_reward_that_is_no_number_is_an_error(value):
-    async def broken(args, sample, **kwargs):
-        return value
+def test_a_hook_can_stop_the_run():
+    async def down(args, sample, sampling_params):
+        raise StopRunError("the licence server is down")
 
-    with pytest.raises(ValueError, match="finite"):
-        run(reward=broken)
+    with pytest.raises(StopRunError, match="licence"):
+        run(down)
 
 
-def test_a_pending_sample_is_an_error():
-    async def forgetful(args, sample, sampling_params):
-        return sample
+def test_an_error_that_cannot_be_pickled_reaches_the_driver_as_text():
+    class LicenceError(StopRunError):
+        def __init__(self, host, *, port):
+            super().__init__(f"{host}:{port} is down")
+            self.lock = asyncio.Lock()
 
-    with pytest.raises(ValueError, match="PENDING"):
-        run(forgetful)
+    async def down(args, sample, sampling_params):
+        raise LicenceError("here", port=1)
+
+    with pytest.raises(RolloutError, match="LicenceError: here:1 is down"):
+        run(down)
+
+
+@pytest.mark.parametrize("which", ["generate", "reward"])
+def test_a_hook_that_hangs_is_ended(which):
+    async def hang(args, sample, *rest, **kwargs):
+        await asyncio.sleep(60)
+
+    with pytest.raises(
+        RolloutError, match=rf"hook_timeout: {which} hook .*hang: no result within --hook-timeout 0.05 s"
+    ):
+        run(**{which: hang}, hook_timeout=0.05)
+
+
+def test_while_a_hook_hangs_a_line_says_where(monkeypatch, caplog):
+    monkeypatch.setattr(hook_runner, "QUIET_SECONDS", 0.05)
+
+    async def ask_the_judge():
+        await asyncio.sleep(0.3)
+
+    async def slow(args, sample, **kwargs):
+        await ask_the_judge()
+        return 1.0
+
+    run(reward=slow)
+    lines = [record.getMessage() for record in caplog.records]
+    assert re.search(r"6 under way; the oldest, sample \d.*reward hook.*test_loop.py:\d+ in ask_the_judge", lines[0])
+
+
+def test_a_filter_that_fails_is_named():
+    with pytest.raises(RolloutError, match=r"my.filter failed on prompt 0.*ZeroDivisionError"):
+        run(keep=lambda args, group: 1 / 0)
+
+
+def test_a_trace_filled_by_hand_gets_its_segments():
+    async def by_hand(args, sample, sampling_params):
+        trace = sample.trace
+        trace.response_ids.extend([1, 2, 3])
+        trace.loss_mask.extend([1, 0, 1])
+        trace.log_probs.extend([-0.5, 0.0, -0.25])
+        return await finish(args, sample, sampling_params)
+
+    segments = run(by_hand).samples[0].trace.segments
+    assert [(s.source, s.start, s.end) for s in segments] == [("model", 0, 1), ("observation", 1, 2), ("model", 2, 3)]
 
 
 def test_evaluation_is_announced_and_uses_its_own_parameters():

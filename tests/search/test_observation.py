@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from sleuth.search import Passage, decode, encode, format_observation, to_passage
+from sleuth.search import Passage, format_observation, to_passage
+from sleuth.tokens import decode, encode
 from tests.scripted import make_plain_bpe_tokenizer
 from tests.tiny_models import make_byte_bpe_tokenizer
 

@@ -11,7 +11,7 @@ import requests
 import torch
 from transformers import PreTrainedModel
 
-from sleuth.rollout.context import Generation
+from sleuth.hooks import Generation
 from sleuth.rollout.engine_client import EngineClient
 from sleuth.weight_sync.control import WeightSyncError
 from sleuth.weight_sync.disk import load_weights_from_disk

@@ -5,15 +5,22 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import logging
+import os
 import pkgutil
 import sys
 import sysconfig
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
-HookKind = Literal["generate", "reward", "tis", "filter"]
+logger = logging.getLogger(__name__)
+
+HookKind = Literal["generate", "reward", "tis", "filter", "search"]
+SLOW_IMPORT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,12 @@ _CONTRACTS: dict[HookKind, _Contract] = {
         is_async=False,
         positional=2,
     ),
+    "search": _Contract(
+        "search_backend",
+        "async def search(query, topk) -> list of passages",
+        is_async=True,
+        positional=2,
+    ),
 }
 
 
@@ -83,30 +96,45 @@ def load_hook(path: str | None, kind: HookKind) -> Callable[..., Any]:
     return hook
 
 
+def named_hooks(args: Any) -> dict[HookKind, str]:
+    """The paths that the flags of `args` (an object or a mapping) name, by kind."""
+    get = args.get if isinstance(args, dict) else lambda name: getattr(args, name, None)
+    paths: dict[HookKind, str | None] = {
+        "generate": get("custom_generate_function_path"),
+        "reward": get("custom_rm_path") if get("loss_type") != "sft" else None,
+        "tis": get("custom_tis_function_path"),
+        "filter": get("dynamic_sampling_filter_path"),
+    }
+    return {kind: path for kind, path in paths.items() if path}
+
+
+def hook_modules(args: Any) -> list[ModuleType]:
+    """The modules of the hooks that the flags name, those where the functions are defined included; each once.
+
+    Raises ValueError as `load_hook` does.
+    """
+    modules: dict[str, ModuleType] = {}
+    for kind, path in named_hooks(args).items():
+        hook = load_hook(path, kind)
+        for name in (path.rpartition(".")[0], getattr(hook, "__module__", None)):
+            if name in sys.modules:
+                modules.setdefault(name, sys.modules[name])
+    return list(modules.values())
+
+
 def check_hooks(args: Any) -> list[str]:
     """Import every hook that the flags of `args` name; returns `kind path (file)` for each.
 
     A module of hooks may have a function `check_args(args)`, which is called here: it raises ValueError where settings
     of the hooks' own are wrong. Raises ValueError as `load_hook` does.
     """
-    named: list[tuple[str | None, HookKind]] = [
-        (args.custom_generate_function_path, "generate"),
-        (args.custom_rm_path if args.loss_type == "policy" else None, "reward"),
-        (args.custom_tis_function_path, "tis"),
-        (args.dynamic_sampling_filter_path, "filter"),
-    ]
-    found: list[str] = []
-    modules: dict[str, ModuleType] = {}
-    for path, kind in named:
-        if path:
-            load_hook(path, kind)
-            module_name = path.rpartition(".")[0]
-            modules[module_name] = module = sys.modules[module_name]
-            found.append(f"{kind} {path} ({getattr(module, '__file__', 'built in')})")
-    for module in modules.values():
+    for module in hook_modules(args):
         if callable(check := getattr(module, "check_args", None)):
             check(args)
-    return found
+    return [
+        f"{kind} {path} ({getattr(sys.modules[path.rpartition('.')[0]], '__file__', 'built in')})"
+        for kind, path in named_hooks(args).items()
+    ]
 
 
 def accepts_evaluation(generate: Callable[..., Any]) -> bool:
@@ -119,8 +147,13 @@ def _accepts(signature: inspect.Signature, name: str) -> bool:
 
 
 def _import(module_name: str, path: str, contract: _Contract) -> ModuleType:
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)  # a hook may lie in the folder where the command was typed
+    threads = set(threading.enumerate())
     try:
-        return importlib.import_module(module_name)
+        with _tell_if_slow(module_name):
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if module_name != missing and not module_name.startswith(f"{missing}."):
@@ -128,11 +161,31 @@ def _import(module_name: str, path: str, contract: _Contract) -> ModuleType:
                 f"{contract.flag} {path}: module {module_name} needs {missing}, which is not installed"
             ) from error
         raise ValueError(f"{contract.flag} {path}: {_where_it_was_sought(missing)}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"{contract.flag} {path}: module {module_name} was found but failed to import: "
             f"{type(error).__name__}: {error}"
         ) from error
+    started = [t.name for t in threading.enumerate() if t not in threads and not t.daemon]
+    if started:
+        raise ValueError(
+            f"{contract.flag} {path}: importing {module_name} starts the thread {', '.join(started)}, which would keep "
+            "every process of the run from ending; start it in the hook, or as a daemon"
+        )
+    return module
+
+
+@contextmanager
+def _tell_if_slow(module_name: str) -> Iterator[None]:
+    """A line in the log where an import takes long: without it the run would seem to hang."""
+    message = f"importing the hook module {module_name} takes more than {SLOW_IMPORT_SECONDS:.0f} s"
+    timer = threading.Timer(SLOW_IMPORT_SECONDS, logger.warning, [message])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _where_it_was_sought(module_name: str) -> str:
@@ -148,7 +201,7 @@ def _where_it_was_sought(module_name: str) -> str:
 def _search_path() -> list[str]:
     """The folders of sys.path where hooks of a user may be: neither the standard library nor installed packages."""
     libraries = (sysconfig.get_path("stdlib"), sys.base_prefix, sysconfig.get_path("purelib"))
-    return [entry for entry in sys.path if not entry.startswith(libraries)]
+    return list(dict.fromkeys(entry for entry in sys.path if not entry.startswith(libraries)))
 
 
 def _modules_in(folder: str) -> list[str]:
@@ -167,6 +220,7 @@ def _what_is_there(module: ModuleType, name: str, found: Any) -> str:
 
 
 def _nearest(name: str, names: list[str]) -> str:
+    """`did you mean X? `, or nothing."""
     match = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {match[0]}? " if match else ""
 

@@ -1,0 +1,107 @@
+"""Entries of configuration files that are no flags: which hook's section each belongs to.
+
+`sleuth` knows no hook's keys: the modules that the hook flags name declare them (`sleuth.hooks.Settings`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sleuth.arguments.checks import flag
+from sleuth.hooks.loader import hook_modules
+from sleuth.hooks.settings import FREE_SECTION, Settings, declared_settings, lookup, merged, nested, unknown_key
+
+
+class FileEntry(NamedTuple):
+    """A top-level entry of a file: `key` as written, `name` with underscores."""
+
+    path: str
+    key: str
+    name: str
+    value: Any
+
+
+def assign_sections(
+    entries: Sequence[FileEntry],
+    values: Mapping[str, Any],
+    given: Mapping[str, Any],
+    *,
+    suggest: Callable[[str], str],
+) -> tuple[dict[str, Any], list[str]]:
+    """`custom_config` by section, with the flags that sections set, and what is wrong with the entries.
+
+    `values`: the flags of files and command line; `given`: those of the command line alone, which outrank a section.
+    `suggest` explains a key that neither a flag nor a hook knows.
+    """
+    classes: list[type[Settings]] = []
+    if any(entry.name != FREE_SECTION for entry in entries):
+        try:
+            classes = declared_settings(hook_modules(dict(values)))
+        except ValueError as error:
+            return {}, [str(error)]
+    sections: dict[str, Any] = {}
+    problems = list(_collect(entries, classes, sections, suggest))
+    result: dict[str, Any] = {"custom_config": sections}
+    for cls in classes:
+        problems += _join_flags(cls, sections, values, given, result)
+    return result, problems
+
+
+def _collect(
+    entries: Sequence[FileEntry],
+    classes: Sequence[type[Settings]],
+    sections: dict[str, Any],
+    suggest: Callable[[str], str],
+) -> Iterator[str]:
+    """Put each entry into its section; yields what is wrong."""
+    names = {cls.section for cls in classes} | {FREE_SECTION}
+    flat = {key: cls.section for cls in classes if cls.flat for key in cls.model_fields}
+    top: dict[tuple[str, str], Any] = {}
+    for path, key, name, value in entries:
+        if name in names:
+            if not isinstance(value, Mapping):
+                yield f"{path}: expected a mapping under {key}:, found {value!r:.80}"
+                continue
+            sections[name] = merged(sections.get(name, {}), value)
+        elif name in flat:
+            top[flat[name], name] = value
+        else:
+            yield f"{path}: {_unknown_entry(key, classes, suggest)}"
+    for (section, name), value in top.items():
+        inside = sections.setdefault(section, {})
+        if name in inside and inside[name] != value:
+            yield f"{name} is given at the top level as {value!r} and under {section}: as {inside[name]!r}; keep one"
+        inside[name] = value
+
+
+def _unknown_entry(key: str, classes: Sequence[type[Settings]], suggest: Callable[[str], str]) -> str:
+    sections = [cls.section for cls in classes]
+    keys = [name for cls in classes if cls.flat for name in cls.model_fields]
+    near = unknown_key(key, [*sections, *keys])
+    if "did you mean" in near:
+        return near
+    declared = f"the hooks that the flags name declare {', '.join(sections)}" if sections else "no hook declares it"
+    return f"{suggest(key)} ({declared}; a hook's section needs the hook's flag)"
+
+
+def _join_flags(
+    cls: type[Settings],
+    sections: dict[str, Any],
+    values: Mapping[str, Any],
+    given: Mapping[str, Any],
+    result: dict[str, Any],
+) -> Iterator[str]:
+    """A key of a section that is a flag, too, is that flag; the command line outranks it."""
+    for name, key in cls.flags.items():
+        in_section = lookup(sections.get(cls.section), key)
+        if in_section is None:
+            continue
+        if name in given:
+            sections[cls.section] = merged(sections[cls.section], nested(key, given[name]))
+        elif name in values and values[name] != in_section:
+            yield (
+                f"{flag(name)} is given as {values[name]!r} and under {cls.section}: as {key}: {in_section!r}; keep one"
+            )
+        else:
+            result[name] = in_section
