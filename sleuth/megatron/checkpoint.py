@@ -99,8 +99,12 @@ def _load_chunks(chunks: Sequence[PolicyModel], state: dict[str, Any]) -> None:
 class Checkpoints:
     """Saves and loads model and optimizer together; `optimizer` None saves weights alone."""
 
-    def __init__(self, args: Any, chunks: Sequence[PolicyModel], optimizer: PolicyOptimizer | None) -> None:
-        self.args, self.chunks, self.optimizer = args, chunks, optimizer
+    def __init__(self, chunks: Sequence[PolicyModel], optimizer: PolicyOptimizer | None) -> None:
+        self.chunks, self.optimizer = chunks, optimizer
+
+    @property
+    def _distributed(self) -> bool:
+        return self.optimizer is not None and self.optimizer.distributed
 
     def save(self, folder: Path, step: int, rollout_state: dict[str, Any], *, keep: int = 0) -> Path:
         """Save as the newest checkpoint of `folder`, then delete all but the latest `keep` (0: keep all). Collective.
@@ -147,11 +151,10 @@ class Checkpoints:
                 f"expected a training checkpoint in --load {found}, found weights without optimizer state; "
                 "pass it as --ref-load to start a new run from it"
             )
-        distributed = bool(self.args.use_distributed_optimizer)
-        if description["distributed_optimizer"] != distributed:
+        if description["distributed_optimizer"] != self._distributed:
             raise ValueError(
-                f"--use-distributed-optimizer is {distributed}, but the checkpoint in {found} was saved with "
-                f"{not distributed}; give the flag as it was then"
+                f"--use-distributed-optimizer is {self._distributed}, but the checkpoint in {found} was saved with "
+                f"{not self._distributed}; give the flag as it was then"
             )
         return description
 
@@ -173,7 +176,7 @@ class Checkpoints:
             "format": _FORMAT,
             "step": step,
             "optimizer_steps": None if self.optimizer is None else self.optimizer.steps_done,
-            "distributed_optimizer": bool(self.args.use_distributed_optimizer),
+            "distributed_optimizer": self._distributed,
             "world_size": dist.get_world_size(),
             "layout": _layout(),
         }

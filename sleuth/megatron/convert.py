@@ -9,21 +9,17 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors.torch import save_file
 from torch import Tensor
 
 from sleuth.arguments import ModelArgs, check_model_flags, read_config
 from sleuth.megatron import parallel
 from sleuth.megatron.checkpoint import TRACKER, Checkpoints, load_weights
-from sleuth.megatron.model import ModelShape, PolicyModel, build_model, transformer_config
+from sleuth.megatron.model import ModelShape, PolicyModel, build_model, plain_config, resolve_dtype
 from sleuth.megatron.weights import HfWeights, WeightMap
 
 SHARD_BYTES = 5 * 10**9
@@ -33,29 +29,6 @@ _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.
 
 Progress = Callable[[str, int], None]
 """Called with the name of each tensor when it is done, and how many there are."""
-
-
-@dataclass(frozen=True)
-class _OneProcess:
-    """The settings of the model that a conversion needs: no parallelism, no training."""
-
-    dtype: str
-    seed: int = 0
-    cpu_threads_per_actor: int | None = None
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    context_parallel_size: int = 1
-    expert_model_parallel_size: int = 1
-    expert_tensor_parallel_size: int = 1
-    sequence_parallel: bool = False
-    num_layers_per_virtual_pipeline_stage: int | None = None
-    recompute_granularity: str | None = None
-    recompute_method: str | None = None
-    recompute_num_layers: int | None = None
-    hidden_dropout: float = 0.0
-    attention_dropout: float = 0.0
-    attention_backend: str = "auto"
-    use_distributed_optimizer: bool = False
 
 
 def hf_to_torch_dist(
@@ -77,7 +50,7 @@ def hf_to_torch_dist(
     if (save / TRACKER).exists():
         raise ValueError(f"--save {save} holds a checkpoint already; remove it or choose another folder")
     source = HfWeights(hf_checkpoint)
-    settings = _OneProcess(stored_dtype(config) if dtype == "auto" else dtype)
+    dtype = stored_dtype(config) if dtype == "auto" else dtype
 
     def read(name: str) -> Tensor:
         tensor = source.read(name)
@@ -85,10 +58,10 @@ def hf_to_torch_dist(
         return tensor
 
     shape = ModelShape.from_hf(hf_checkpoint)
-    with _single_process(settings, shape):
-        model = _build(settings, shape)
+    with parallel.alone():
+        model = _build(shape, dtype)
         WeightMap(model, shape).load(read)
-        return Checkpoints(settings, model, None).save(save, 0, {})
+        return Checkpoints(model, None).save(save, 0, {})
 
 
 def torch_dist_to_hf(
@@ -108,13 +81,13 @@ def torch_dist_to_hf(
     config = read_config(hf_checkpoint)
     if save.exists() and any(save.iterdir()):
         raise ValueError(f"--save {save} is not empty; remove it or choose another folder")
-    settings = _OneProcess(stored_dtype(config) if dtype == "auto" else dtype)
+    dtype = stored_dtype(config) if dtype == "auto" else dtype
     shape = ModelShape.from_hf(hf_checkpoint)
-    with _single_process(settings, shape):
-        model = _build(settings, shape)
+    with parallel.alone():
+        model = _build(shape, dtype)
         found = load_weights(model, load, iteration)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in WeightMap(model, shape).tensors()}
-    write_hf_folder(tensors, hf_checkpoint, save, settings.dtype, progress)
+    write_hf_folder(tensors, hf_checkpoint, save, dtype, progress)
     return found
 
 
@@ -154,23 +127,8 @@ def stored_dtype(config: Mapping[str, Any]) -> str:
     return str(name)
 
 
-@contextmanager
-def _single_process(settings: _OneProcess, shape: ModelShape) -> Iterator[None]:
-    """A process group of this process alone, unless the caller has one."""
-    own = not dist.is_initialized()
-    if own:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel.initialize(settings, shape.num_layers)
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        if own:
-            dist.destroy_process_group()
-
-
-def _build(settings: _OneProcess, shape: ModelShape) -> list[PolicyModel]:
-    return build_model(settings, shape, transformer_config(settings, shape))
+def _build(shape: ModelShape, dtype: str) -> list[PolicyModel]:
+    return build_model(shape, plain_config(shape, resolve_dtype(dtype)))
 
 
 def _copy_model_files(source: Path, target: Path, dtype: str) -> None:

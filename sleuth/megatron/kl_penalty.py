@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Protocol
 
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from sleuth.algo.estimators import estimate_advantages
-from sleuth.algo.losses import kl_estimate
+from sleuth.algo.estimators import Estimator, estimate_advantages
+from sleuth.algo.losses import KLKind, kl_estimate
 from sleuth.algo.sequences import sequence_sums
 from sleuth.megatron import parallel
 from sleuth.megatron.forward import MicroBatch
@@ -26,7 +26,17 @@ from sleuth.megatron.forward import MicroBatch
 _REWARD, _TOKENS, _KL = range(3)
 
 
-def penalise(args: Any, batches: Sequence[MicroBatch], num_samples: int) -> dict[str, float]:
+class PenaltySettings(Protocol):
+    """What the penalty and the advantages after it depend on."""
+
+    kl_coef: float
+    kl_penalty_type: KLKind
+    advantage_estimator: Estimator
+    disable_grpo_std_normalization: bool
+    n_samples_per_prompt: int
+
+
+def penalise(args: PenaltySettings, batches: Sequence[MicroBatch], num_samples: int) -> dict[str, float]:
     """Replace the advantages of this rank's `batches` of a step of `num_samples`; returns metrics.
 
     `old_log_probs` and `ref_log_probs` are known. Collective over the ranks of the last pipeline stage.
@@ -45,7 +55,7 @@ def penalise(args: Any, batches: Sequence[MicroBatch], num_samples: int) -> dict
     return {"kl_penalty": float(penalty.mean())}
 
 
-def _table(args: Any, batches: Sequence[MicroBatch], num_samples: int) -> Tensor:
+def _table(args: PenaltySettings, batches: Sequence[MicroBatch], num_samples: int) -> Tensor:
     """Reward, trained tokens and KL sum of the samples that this rank holds, 0 elsewhere: [num_samples, 3]."""
     table = torch.zeros(num_samples, 3, dtype=torch.float64, device=batches[0].weights.device)
     for batch in batches:

@@ -11,7 +11,7 @@ import dataclasses
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -43,10 +43,26 @@ from sleuth.arguments import model_flags
 from sleuth.megatron import device
 from sleuth.megatron.attention import PackedAttention, PackedRow, rotary_angles
 from sleuth.megatron.logprobs import HeadOptions, token_statistics
+from sleuth.megatron.parallel import Layout
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Megatron's router asks for this name, which its import defines only beside TransformerEngine.
     moe_utils.te_general_gemm = None
+
+
+class ModelSettings(Layout, Protocol):
+    """What the model must know of how it is trained."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def attention_backend(self) -> str: ...
+    @property
+    def recompute_granularity(self) -> str | None: ...
+    @property
+    def recompute_method(self) -> str | None: ...
+
+    recompute_num_layers: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,9 +113,28 @@ def resolve_dtype(name: str) -> torch.dtype:
     return torch.float32 if name == "float32" else torch.bfloat16
 
 
-def transformer_config(args: Any, shape: ModelShape) -> TransformerConfig:
-    """Megatron's config for `shape` in the parallel layout of `args`."""
-    dtype = resolve_dtype(args.dtype)
+def transformer_config(args: ModelSettings, shape: ModelShape) -> TransformerConfig:
+    """Megatron's config for `shape` as `args` train it. The ranks are laid out already."""
+    backend = AttnBackend[args.attention_backend] if transformer_engine_available() else AttnBackend.auto
+    return plain_config(
+        shape,
+        resolve_dtype(args.dtype),
+        attention_backend=backend,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        sequence_parallel=args.sequence_parallel and args.tensor_model_parallel_size > 1,
+        recompute_granularity=args.recompute_granularity,
+        recompute_method=args.recompute_method,
+        recompute_num_layers=args.recompute_num_layers,
+    )
+
+
+def plain_config(shape: ModelShape, dtype: torch.dtype, **training: Any) -> TransformerConfig:
+    """Megatron's config for `shape` in one process, but for its fields that `training` sets."""
     engine = transformer_engine_available()
     experts: dict[str, Any] = {}
     if shape.num_experts:
@@ -125,20 +160,9 @@ def transformer_config(args: Any, shape: ModelShape) -> TransformerConfig:
         add_bias_linear=False,
         add_qkv_bias=shape.add_qkv_bias,
         qk_layernorm=shape.qk_layernorm,
-        hidden_dropout=args.hidden_dropout,
-        attention_dropout=args.attention_dropout,
+        hidden_dropout=0.0,  # with dropout, log-probabilities would be random
+        attention_dropout=0.0,
         attention_softmax_in_fp32=True,
-        attention_backend=AttnBackend[args.attention_backend] if engine else AttnBackend.auto,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
-        context_parallel_size=args.context_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        sequence_parallel=args.sequence_parallel and args.tensor_model_parallel_size > 1,
-        recompute_granularity=args.recompute_granularity,
-        recompute_method=args.recompute_method,
-        recompute_num_layers=args.recompute_num_layers,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -157,6 +181,7 @@ def transformer_config(args: Any, shape: ModelShape) -> TransformerConfig:
         bias_dropout_fusion=engine,
         apply_rope_fusion=engine,
         **experts,
+        **training,
     )
 
 
@@ -235,12 +260,12 @@ class PolicyModel(GPTModel):
         return hidden_states
 
 
-def build_model(args: Any, shape: ModelShape, config: TransformerConfig) -> list[PolicyModel]:
+def build_model(shape: ModelShape, config: TransformerConfig) -> list[PolicyModel]:
     """This rank's part of the model, with uninitialised weights, on this process's device.
 
     It is one piece, or, in an interleaved pipeline, several chunks of layers that do not follow on each other.
     """
-    tp = args.tensor_model_parallel_size
+    tp = config.tensor_model_parallel_size
     if shape.vocab_size % tp:
         raise ValueError(
             f"--tensor-model-parallel-size {tp} does not divide the vocabulary of {shape.vocab_size} words; "

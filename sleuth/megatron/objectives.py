@@ -7,13 +7,13 @@ ranks they are those of the whole optimizer step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from sleuth.algo.estimators import estimator_loss
-from sleuth.algo.losses import kl_estimate, truncated_importance_weights, weighted_sum
+from sleuth.algo.estimators import Estimator, estimator_loss
+from sleuth.algo.losses import KLKind, kl_estimate, truncated_importance_weights, weighted_sum
 from sleuth.algo.sequences import sample_mean_weights
 from sleuth.hooks import load_hook
 from sleuth.megatron import parallel
@@ -23,7 +23,48 @@ from sleuth.megatron.logprobs import HeadOptions
 _LOG_PROB, _ENTROPY, _MEAN = range(3)
 
 
-def head_options(args: Any) -> HeadOptions:
+class HeadSettings(Protocol):
+    """What decides which numbers the head computes."""
+
+    @property
+    def loss_type(self) -> str: ...
+
+    rollout_temperature: float
+    log_probs_chunk_size: int
+    label_smoothing: float
+    entropy_coef: float
+
+
+class PolicySettings(Protocol):
+    """The terms of a policy loss and their bounds."""
+
+    advantage_estimator: Estimator
+    eps_clip: float
+    eps_clip_high: float
+    eps_clip_c: float | None
+    entropy_coef: float
+    use_kl_loss: bool
+    kl_loss_coef: float
+    kl_loss_type: KLKind
+    use_tis: bool
+    tis_clip: float
+    tis_clip_low: float
+    custom_tis_function_path: str | None
+    context_parallel_size: int
+
+
+class CorrectionSettings(Protocol):
+    """What becomes of the masks that an importance-sampling hook returns."""
+
+    rejected_in_denominator: bool
+    calculate_per_token_loss: bool
+
+
+class ObjectiveSettings(HeadSettings, PolicySettings, Protocol):
+    """What `make_objective` must know."""
+
+
+def head_options(args: HeadSettings) -> HeadOptions:
     """What the head computes for the objective of `args`."""
     if args.loss_type == "sft":
         return HeadOptions(chunk_size=args.log_probs_chunk_size, mean=args.label_smoothing > 0)
@@ -32,16 +73,16 @@ def head_options(args: Any) -> HeadOptions:
     )
 
 
-def make_objective(args: Any) -> Objective:
+def make_objective(args: ObjectiveSettings) -> Objective:
     """The objective named by --loss-type."""
-    return _Supervised(args) if args.loss_type == "sft" else _Policy(args)
+    return _Supervised(args.label_smoothing) if args.loss_type == "sft" else _Policy(args)
 
 
 class _Supervised:
     """Cross-entropy with label smoothing e: (1 - e) * -log p(y) + e * the mean of -log p over the vocabulary."""
 
-    def __init__(self, args: Any) -> None:
-        self.smoothing = args.label_smoothing
+    def __init__(self, smoothing: float) -> None:
+        self.smoothing = smoothing
 
     def __call__(self, batch: MicroBatch, statistics: Tensor) -> tuple[Tensor, Metrics]:
         nll = -statistics[:, _LOG_PROB]
@@ -59,7 +100,7 @@ class _Supervised:
 class _Policy:
     """The loss of --advantage-estimator; KL loss, entropy bonus and importance weights where they are asked for."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: PolicySettings) -> None:
         self.args = args
 
     def __call__(self, batch: MicroBatch, statistics: Tensor) -> tuple[Tensor, Metrics]:
@@ -119,14 +160,16 @@ class ImportanceSampling:
     `reduce(tensor, op="sum" | "max" | "min")` combines a tensor with those of the other data-parallel ranks, for
     statistics over the whole step.
 
+    `path` names the hook, which is given `args` as they are.
+
     The masks that the hook returns replace the loss masks in every part of the loss. What it rejected leaves the
     denominators, too, as if it had never been trainable; with --rejected-in-denominator it stays there. The
     hook's metrics are numbers, or tensors like `pg_loss` to be averaged over tokens.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: CorrectionSettings, path: str) -> None:
         self.args = args
-        self.hook = load_hook(args.custom_tis_function_path, "tis")
+        self.hook = load_hook(path, "tis")
 
     def apply(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Reweight the batches by the hook, from their `old_log_probs`; returns the hook's metrics."""

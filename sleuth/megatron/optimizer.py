@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -26,7 +26,33 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from sleuth.megatron.model import resolve_dtype
 
 
-def learning_rate(args: Any, step: int) -> float:
+class ScheduleSettings(Protocol):
+    """The course of the learning rate, in optimizer steps."""
+
+    lr: float
+    min_lr: float
+    lr_warmup_steps: int
+    lr_decay_steps: int
+
+    @property
+    def lr_decay_style(self) -> str: ...
+
+
+class OptimizerSettings(ScheduleSettings, Protocol):
+    """What Adam must know."""
+
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    clip_grad: float
+    use_distributed_optimizer: bool
+
+    @property
+    def dtype(self) -> str: ...
+
+
+def learning_rate(args: ScheduleSettings, step: int) -> float:
     """The learning rate of optimizer step `step` (0, 1, ...).
 
     It rises linearly over --lr-warmup-steps (the first step already moves), then stays or falls to --min-lr at
@@ -36,7 +62,7 @@ def learning_rate(args: Any, step: int) -> float:
         return args.lr * (step + 1) / args.lr_warmup_steps
     if args.lr_decay_style == "constant":
         return args.lr
-    span = max(1, (args.lr_decay_steps or 0) - args.lr_warmup_steps)
+    span = max(1, args.lr_decay_steps - args.lr_warmup_steps)
     progress = min(1.0, (step - args.lr_warmup_steps) / span)
     remaining = 1.0 - progress if args.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return args.min_lr + (args.lr - args.min_lr) * remaining
@@ -52,7 +78,7 @@ class StepResult(NamedTuple):
 class PolicyOptimizer:
     """Adam over this rank's share of the model. `steps_done` counts optimizer steps of the whole run."""
 
-    def __init__(self, args: Any, chunks: Sequence[DistributedDataParallel]) -> None:
+    def __init__(self, args: OptimizerSettings, chunks: Sequence[DistributedDataParallel]) -> None:
         self.args = args
         self.steps_done = 0
         _keep_step_when_loading()
@@ -75,6 +101,11 @@ class PolicyOptimizer:
             config, list(chunks), config_overrides=get_standard_config_overrides(config)
         )
         self._create_state()
+
+    @property
+    def distributed(self) -> bool:
+        """Whether each data-parallel rank keeps only its share of the state."""
+        return self.args.use_distributed_optimizer
 
     def zero_grad(self) -> None:
         self.inner.zero_grad()

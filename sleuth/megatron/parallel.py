@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,26 @@ _TIMEOUT = timedelta(minutes=30)
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def initialize(args: Any, num_layers: int) -> None:
+class Layout(Protocol):
+    """How the ranks share the model and its sequences."""
+
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    context_parallel_size: int
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int
+    sequence_parallel: bool
+    num_layers_per_virtual_pipeline_stage: int | None
+
+
+class ProcessSettings(Layout, Protocol):
+    """What a rank must know to take its place."""
+
+    seed: int
+    cpu_threads_per_actor: int | None
+
+
+def initialize(args: ProcessSettings, num_layers: int) -> None:
     """Join the process group named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and lay out the ranks.
 
     `num_layers` of the model says how many chunks a rank has in an interleaved pipeline.
@@ -54,7 +75,23 @@ def initialize(args: Any, num_layers: int) -> None:
     model_parallel_cuda_manual_seed(args.seed)
 
 
-def _chunks(args: Any, num_layers: int) -> int | None:
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within, this process is the only rank: in a process group of its own, unless the caller has one."""
+    own = not dist.is_initialized()
+    if own:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(0)  # nothing is drawn from it, but megatron asks for its state
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        if own:
+            dist.destroy_process_group()
+
+
+def _chunks(args: Layout, num_layers: int) -> int | None:
     """Chunks of layers that a pipeline rank holds; None without interleaving."""
     if args.num_layers_per_virtual_pipeline_stage is None:
         return None
@@ -68,7 +105,7 @@ def _chunks(args: Any, num_layers: int) -> int | None:
     return num_layers // layers
 
 
-def length_multiple(args: Any) -> int:
+def length_multiple(args: Layout) -> int:
     """What each sequence's length must be padded to a multiple of, in this layout."""
     return pad_multiple(args.context_parallel_size, args.tensor_model_parallel_size if args.sequence_parallel else 1)
 

@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -26,22 +26,49 @@ from sleuth.algo.optimizer_steps import OptimizerStepBatch
 from sleuth.megatron import device, parallel
 from sleuth.megatron.checkpoint import Checkpoints, load_weights
 from sleuth.megatron.forward import MicroBatch, finalize_gradients, run_model, score
-from sleuth.megatron.kl_penalty import penalise
+from sleuth.megatron.kl_penalty import PenaltySettings, penalise
 from sleuth.megatron.logprobs import HeadOptions
 from sleuth.megatron.model import (
+    ModelSettings,
     ModelShape,
     build_model,
     resolve_dtype,
     transformer_config,
 )
-from sleuth.megatron.objectives import ImportanceSampling, head_options, make_objective
-from sleuth.megatron.optimizer import PolicyOptimizer
+from sleuth.megatron.objectives import (
+    CorrectionSettings,
+    ImportanceSampling,
+    ObjectiveSettings,
+    head_options,
+    make_objective,
+)
+from sleuth.megatron.optimizer import OptimizerSettings, PolicyOptimizer
+from sleuth.megatron.parallel import ProcessSettings
 from sleuth.megatron.reference import Reference
 from sleuth.megatron.weights import HfWeights, WeightMap
 from sleuth.metrics.timing import timed
 from sleuth.sample import TrainSample
 
 logger = logging.getLogger(__name__)
+
+
+class TrainerSettings(
+    ProcessSettings,
+    ModelSettings,
+    OptimizerSettings,
+    ObjectiveSettings,
+    CorrectionSettings,
+    PenaltySettings,
+    Protocol,
+):
+    """What the trainer and its parts read of the settings: `Args` has it all."""
+
+    hf_checkpoint: str
+    ref_load: Path | None
+    load: Path | None
+    save: Path | None
+    save_keep: int
+    score_old_log_probs: bool
 
 
 class Trainer:
@@ -51,12 +78,12 @@ class Trainer:
     saved with it ({} in a new run).
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: TrainerSettings) -> None:
         self.args = args
         self.shape = ModelShape.from_hf(Path(args.hf_checkpoint))
         parallel.initialize(args, self.shape.num_layers)
         config = transformer_config(args, self.shape)
-        self.chunks = build_model(args, self.shape, config)
+        self.chunks = build_model(self.shape, config)
         self.weights = WeightMap(self.chunks, self.shape)
         self._load_initial_weights()
         self._reference = Reference(self.chunks) if args.use_kl_loss or args.kl_coef else None
@@ -75,10 +102,11 @@ class Trainer:
 
         self._objective = make_objective(args)
         self._options = head_options(args)
-        self._hook = ImportanceSampling(args) if args.loss_type == "policy" and args.custom_tis_function_path else None
+        hook_path = args.custom_tis_function_path if args.loss_type == "policy" else None
+        self._hook = ImportanceSampling(args, hook_path) if hook_path else None
         self.steps_done = 0
         self.rollout_state: dict[str, Any] = {}
-        self.checkpoints = Checkpoints(args, self.chunks, self.optimizer)
+        self.checkpoints = Checkpoints(self.chunks, self.optimizer)
         self._resume()
 
     @property
