@@ -12,7 +12,7 @@ import sys
 from rich.console import Console
 
 from sleuth.arguments import Args, check_files, check_model, config_table, parse_args_or_exit, read_hf_config
-from sleuth.arguments.files import LATEST
+from sleuth.checkpoints import TRACKER
 from sleuth.cluster.logs import configure_logging, failure_message
 from sleuth.cluster.preflight import check_data, check_disk
 from sleuth.cluster.run import Run, start_run
@@ -66,7 +66,7 @@ def is_due(step: int, interval: int | None, last: int) -> bool:
 
 def interruption(args: Args) -> str:
     """What an interrupted run tells: whether and where it can be taken up again."""
-    if args.save is None or not (args.save / LATEST).is_file():
+    if args.save is None or not (args.save / TRACKER).is_file():
         return "interrupted, with no checkpoint saved yet"
     return f"interrupted: the last checkpoint is whole; --load {args.save} goes on from it"
 
