@@ -15,6 +15,7 @@ from sleuth.arguments import Args, check_files, check_model, config_table, parse
 from sleuth.checkpoints import TRACKER
 from sleuth.cluster.logs import configure_logging, failure_message
 from sleuth.cluster.preflight import check_data, check_disk
+from sleuth.cluster.ray_environment import check_ray
 from sleuth.cluster.run import Run, start_run
 from sleuth.cluster.signals import end_on_signals
 from sleuth.cluster.sync import sync_weights
@@ -76,6 +77,7 @@ def main() -> None:
     args: Args = parse_args_or_exit()
     try:
         check_files(args)
+        check_ray(args)
         args = check_model(args, read_hf_config(args))
         check_hooks(args)
         check_data(args)

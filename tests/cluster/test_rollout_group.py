@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +44,9 @@ class Rank:
         (step,) = ray.get(shards[rank])
         return step.micro_batches[0][0].token_ids[0]
 
+    def niceness(self) -> int:
+        return os.nice(0)
+
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[None]:
@@ -62,3 +66,8 @@ def test_ranks_take_their_shares_from_the_store_and_they_live_until_then(session
     for step, data in ((1, first), (2, second)):
         ids = ray.get([actor.first_id.remote(data.shards, rank) for rank, actor in enumerate(ranks)])
         assert ids == [10 * step, 10 * step + 1]
+
+
+def test_rays_processes_are_no_nicer_than_the_driver(session: None) -> None:
+    rank: Any = ray.remote(Rank)
+    assert ray.get(rank.remote().niceness.remote()) == os.nice(0)
