@@ -12,11 +12,13 @@ import sys
 from rich.console import Console
 
 from sleuth.arguments import Args, check_files, check_model, config_table, parse_args_or_exit, read_hf_config
-from sleuth.arguments.files_check import LATEST
+from sleuth.checkpoints import TRACKER
 from sleuth.cluster.logs import configure_logging, failure_message
 from sleuth.cluster.preflight import check_data, check_disk
+from sleuth.cluster.ray_environment import check_ray
 from sleuth.cluster.run import Run, start_run
 from sleuth.cluster.signals import end_on_signals
+from sleuth.cluster.sync import sync_weights
 from sleuth.hooks import check_hooks
 from sleuth.metrics.timing import timed
 from sleuth.metrics.tracker import Tracker
@@ -24,33 +26,38 @@ from sleuth.metrics.tracker import Tracker
 
 def train(args: Args, run: Run, tracker: Tracker) -> None:
     """The loop. Step numbers are 1-based; step 0 is the evaluation before training."""
-    trainer, rollout = run.trainer, run.rollout
-    sync = rollout.sync_weights(trainer, run.steps_done)
+    trainer, rollout, limit = run.trainer, run.rollout, args.max_logprob_diff
+    sync = sync_weights(trainer, rollout, run.steps_done, max_difference=limit)
     if run.steps_done == 0 and args.eval_before_train:
         tracker.log(0, sync | rollout.evaluate(0))
 
     for step in range(run.steps_done + 1, args.num_rollout + 1):
         metrics: dict[str, float] = {}
         with timed(metrics, "step"):
-            with timed(metrics, "rollout"):
-                data = rollout.generate(step)
-            with timed(metrics, "train"):
-                rollout.release_memory()
-                metrics |= trainer.train(data.shards)
-                rollout.resume_memory()
+            metrics |= rollout_and_train(run, step)
             evaluate = is_due(step, args.eval_interval, args.num_rollout)
             if evaluate or is_due(step, args.update_weights_interval, args.num_rollout):
                 with timed(metrics, "sync"):
-                    metrics |= rollout.sync_weights(trainer, step)
+                    metrics |= sync_weights(trainer, rollout, step, max_difference=limit)
         if evaluate:
             with timed(metrics, "evaluation"):
                 metrics |= rollout.evaluate(step)
-        tracker.log(step, metrics | data.metrics)  # before saving: a resumed run does not come back to a saved step
+        tracker.log(step, metrics)  # before saving: a resumed run does not come back to a saved step
         if args.save and is_due(step, args.save_interval, args.num_rollout):
             saving: dict[str, float] = {}
             with timed(saving, "save"):
                 trainer.save(step, rollout.state_dict())
             tracker.log(step, saving)
+
+
+def rollout_and_train(run: Run, step: int) -> dict[str, float]:
+    """One step's data, and the training on them; the data are let go at the end."""
+    metrics: dict[str, float] = {}
+    with timed(metrics, "rollout"):
+        data = run.rollout.generate(step)
+    with timed(metrics, "train"), run.rollout.memory_lent():
+        metrics |= run.trainer.train(data.shards)
+    return metrics | data.metrics
 
 
 def is_due(step: int, interval: int | None, last: int) -> bool:
@@ -60,7 +67,7 @@ def is_due(step: int, interval: int | None, last: int) -> bool:
 
 def interruption(args: Args) -> str:
     """What an interrupted run tells: whether and where it can be taken up again."""
-    if args.save is None or not (args.save / LATEST).is_file():
+    if args.save is None or not (args.save / TRACKER).is_file():
         return "interrupted, with no checkpoint saved yet"
     return f"interrupted: the last checkpoint is whole; --load {args.save} goes on from it"
 
@@ -70,6 +77,7 @@ def main() -> None:
     args: Args = parse_args_or_exit()
     try:
         check_files(args)
+        check_ray(args)
         args = check_model(args, read_hf_config(args))
         check_hooks(args)
         check_data(args)

@@ -428,7 +428,15 @@ def test_unbounded_weights_are_allowed() -> None:
     assert torch.cat(weights).isfinite().all()
 
 
-BASE = ["--hf-checkpoint", "m", "--prompt-data", "d", "--colocate", "--custom-rm-path", "generate_with_search.reward_func"]
+BASE = [
+    "--hf-checkpoint",
+    "m",
+    "--prompt-data",
+    "d",
+    "--colocate",
+    "--custom-rm-path",
+    "generate_with_search.reward_func",
+]
 HOOK = ["--custom-tis-function-path", "mis.compute_mis_weights_with_cp"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,13 +27,19 @@ class Noting:
 
         return note
 
+    @contextmanager
+    def memory_lent(self) -> Iterator[None]:
+        self.done.append(f"release_memory {self.step}")
+        yield
+        self.done.append(f"resume_memory {self.step}")
+
 
 @pytest.mark.parametrize(
     ("interval", "evaluation", "synced"),
     [(1, None, [0, 1, 2, 3, 4, 5]), (2, None, [0, 2, 4, 5]), (4, 3, [0, 3, 4, 5]), (9, None, [0, 5])],
 )
 def test_weights_go_to_the_engines_at_intervals_before_evaluations_and_at_the_end(
-    interval: int, evaluation: int | None, synced: list[int]
+    monkeypatch: pytest.MonkeyPatch, interval: int, evaluation: int | None, synced: list[int]
 ) -> None:
     args: Any = SimpleNamespace(
         num_rollout=5,
@@ -40,8 +48,10 @@ def test_weights_go_to_the_engines_at_intervals_before_evaluations_and_at_the_en
         update_weights_interval=interval,
         save=None,
         save_interval=1,
+        max_logprob_diff=None,
     )
     noting: Any = Noting()
+    monkeypatch.setattr(train, "sync_weights", lambda *args, max_difference: noting.sync_weights(args[2]))
     train.train(args, SimpleNamespace(trainer=noting, rollout=noting, steps_done=0), noting)  # type: ignore[arg-type]
     assert [entry for entry in noting.done if entry.startswith("sync")] == [f"sync_weights {step}" for step in synced]
     assert noting.done.index("release_memory 1") < noting.done.index("train 1") < noting.done.index("resume_memory 1")

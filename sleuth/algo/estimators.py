@@ -41,7 +41,7 @@ def estimate_advantages(estimator: Estimator, rewards: Tensor, tokens: Tensor, *
 
 def estimator_loss(
     estimator: Estimator,
-    log_probs: Tensor,
+    train_log_probs: Tensor,
     *,
     old_log_probs: Tensor,
     rollout_log_probs: Tensor,
@@ -56,28 +56,28 @@ def estimator_loss(
 ) -> PolicyLoss:
     """The loss that belongs to an estimator; all tensors [T], this rank's part under context parallelism.
 
-    `old_log_probs` are the trainer's before the step, `rollout_log_probs` the engine's. `sample_ids`,
-    `num_sequences` and `reduce` (see `sleuth.algo.sequences`) are used by gspo alone; `reduce` must
-    then be given if and only if sequences are spread over context-parallel ranks.
+    `train_log_probs` are the trainer's now and carry the gradient, `old_log_probs` the trainer's before the step,
+    `rollout_log_probs` the engine's. `sample_ids`, `num_sequences` and `reduce` (see `sleuth.algo.sequences`) are used
+    by gspo alone; `reduce` must then be given if and only if sequences are spread over context-parallel ranks.
     """
     _check(estimator)
     if estimator == "importance_sampling":
-        return importance_sampling_loss(log_probs, rollout_log_probs, advantages, mask=mask)
+        return importance_sampling_loss(train_log_probs, rollout_log_probs, advantages, mask=mask)
     if estimator == "cispo":
-        return cispo_loss(log_probs, old_log_probs, advantages, eps_clip_high=eps_clip_high, mask=mask)
+        return cispo_loss(train_log_probs, old_log_probs, advantages, eps_clip_high=eps_clip_high, mask=mask)
     if estimator == "gspo":
         return gspo_loss(
-            log_probs, old_log_probs, advantages, mask=mask, sample_ids=sample_ids, num_sequences=num_sequences,
+            train_log_probs, old_log_probs, advantages, mask=mask, sample_ids=sample_ids, num_sequences=num_sequences,
             eps_clip=eps_clip, eps_clip_high=eps_clip_high, eps_clip_c=eps_clip_c, reduce=reduce,
         )  # fmt: skip
     return policy_loss(
-        log_probs, old_log_probs, advantages, eps_clip=eps_clip, eps_clip_high=eps_clip_high, eps_clip_c=eps_clip_c,
-        mask=mask,
+        train_log_probs, old_log_probs, advantages, mask=mask,
+        eps_clip=eps_clip, eps_clip_high=eps_clip_high, eps_clip_c=eps_clip_c,
     )  # fmt: skip
 
 
 def gspo_loss(
-    log_probs: Tensor,
+    train_log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
     *,
@@ -89,14 +89,14 @@ def gspo_loss(
     eps_clip_c: float | None = None,
     reduce: Reduce | None = None,
 ) -> PolicyLoss:
-    """Clipped surrogate of the sequence's ratio s = exp(mean over its tokens of log_probs - old_log_probs).
+    """Clipped surrogate of the sequence's ratio s = exp(mean over its tokens of train_log_probs - old_log_probs).
 
     GSPO (Zheng et al. 2025, arXiv 2507.18071), in its token form: every token of a sequence has the value s
-    and the gradient of its own log-probability, s * d log_probs[t]. With one weight for all of a sequence's tokens
-    that adds up to the gradient of the sequence form, without a gradient through `reduce`.
+    and the gradient of its own log-probability, s * d train_log_probs[t]. With one weight for all of a sequence's
+    tokens that adds up to the gradient of the sequence form, without a gradient through `reduce`.
     The paper clips far tighter than GRPO: 3e-4 and 4e-4.
     """
-    log_ratio = masked(log_probs, mask) - masked(old_log_probs.detach(), mask)
+    log_ratio = masked(train_log_probs, mask) - masked(old_log_probs.detach(), mask)
     sequence = sequence_means(log_ratio, mask, sample_ids, num_sequences, reduce)[sample_ids]
     ratio = bounded(sequence + (log_ratio - log_ratio.detach())).exp()
     return surrogate_loss(
@@ -110,34 +110,34 @@ def gspo_loss(
 
 
 def cispo_loss(
-    log_probs: Tensor,
+    train_log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
     *,
     eps_clip_high: float,
     mask: Tensor | None = None,
 ) -> PolicyLoss:
-    """-min(r, 1 + eps_clip_high) A log_probs, the weight without gradient: no token loses its gradient altogether.
+    """-min(r, 1 + eps_clip_high) A train_log_probs, the weight without gradient: no token loses its gradient.
 
     CISPO (MiniMax-M1, 2025, arXiv 2506.13585), which bounds the ratio r only from above. `clipped` says where
     the bound held.
     """
-    log_probs, old_log_probs = masked(log_probs, mask), masked(old_log_probs.detach(), mask)
-    ratio = bounded(log_probs.detach() - old_log_probs).exp()
+    train_log_probs, old_log_probs = masked(train_log_probs, mask), masked(old_log_probs.detach(), mask)
+    ratio = bounded(train_log_probs.detach() - old_log_probs).exp()
     clipped = ratio > 1.0 + eps_clip_high
-    loss = -ratio.clamp(max=1.0 + eps_clip_high) * masked(advantages.detach(), mask) * log_probs
+    loss = -ratio.clamp(max=1.0 + eps_clip_high) * masked(advantages.detach(), mask) * train_log_probs
     return PolicyLoss(masked(loss, mask), clipped, masked(ratio, mask))
 
 
 def importance_sampling_loss(
-    log_probs: Tensor, sampling_log_probs: Tensor, advantages: Tensor, *, mask: Tensor | None = None
+    train_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, *, mask: Tensor | None = None
 ) -> PolicyLoss:
     """-r A with r the ratio to the probability at which a token was sampled, by whichever engine; never clipped.
 
     The policy gradient with exact token-level importance weights; it needs no further correction (TIS).
     """
-    log_probs, sampling_log_probs = masked(log_probs, mask), masked(sampling_log_probs.detach(), mask)
-    ratio = bounded(log_probs - sampling_log_probs).exp()
+    train_log_probs, rollout_log_probs = masked(train_log_probs, mask), masked(rollout_log_probs.detach(), mask)
+    ratio = bounded(train_log_probs - rollout_log_probs).exp()
     loss = masked(-ratio * masked(advantages.detach(), mask), mask)
     return PolicyLoss(loss, torch.zeros_like(loss, dtype=torch.bool), masked(ratio.detach(), mask))
 

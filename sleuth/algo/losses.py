@@ -35,7 +35,7 @@ class PolicyLoss(NamedTuple):
 
 
 def policy_loss(
-    log_probs: Tensor,
+    train_log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
     *,
@@ -44,15 +44,18 @@ def policy_loss(
     eps_clip_c: float | None = None,
     mask: Tensor | None = None,
 ) -> PolicyLoss:
-    """Clipped surrogate: -min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A), r = exp(log_probs - old_log_probs).
+    """Clipped surrogate: -min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A).
 
+    The ratio r = exp(train_log_probs - old_log_probs): of the policy being trained, to what it was before the step.
     PPO (Schulman et al. 2017, arXiv 1707.06347), with the higher upper bound of DAPO (Yu et al. 2025,
     arXiv 2503.14476). With `eps_clip_c` > 1 the loss of a token with A < 0 is at most -c A ("dual
-    clip", Ye et al. 2020, arXiv 1912.09729). Only `log_probs` gets a gradient.
+    clip", Ye et al. 2020, arXiv 1912.09729). Only `train_log_probs` gets a gradient.
     """
-    log_probs, old_log_probs, advantages = _select(mask, log_probs, old_log_probs.detach(), advantages.detach())
+    train_log_probs, old_log_probs, advantages = _select(
+        mask, train_log_probs, old_log_probs.detach(), advantages.detach()
+    )
     return surrogate_loss(
-        bounded(log_probs - old_log_probs).exp(),
+        bounded(train_log_probs - old_log_probs).exp(),
         advantages,
         eps_clip=eps_clip,
         eps_clip_high=eps_clip_high,
@@ -85,19 +88,19 @@ def surrogate_loss(
     return _policy_loss(loss, clipped, ratio, mask)
 
 
-def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: KLKind, *, mask: Tensor | None = None) -> Tensor:
+def kl_estimate(policy_log_probs: Tensor, ref_log_probs: Tensor, kind: KLKind, *, mask: Tensor | None = None) -> Tensor:
     """Estimate KL(policy || reference) at each sampled token, in nats: [T].
 
-    With d = log_probs - ref_log_probs (Schulman, "Approximating KL divergence", 2020):
+    With d = policy_log_probs - ref_log_probs (Schulman, "Approximating KL divergence", 2020):
     k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d, unbiased and never negative.
     `low_var_kl` is k3 bounded to at most 10 nats, so that one token of a reference that finds it
     nearly impossible cannot rule the step; there its gradient is zero. In k3 and low_var_kl, d is
-    first bounded to [-20, 20]. Only `log_probs` gets a gradient.
+    first bounded to [-20, 20]. Only `policy_log_probs` gets a gradient.
     """
     if kind not in get_args(KLKind):
         raise ValueError(f"expected a KL estimator of {', '.join(get_args(KLKind))}; found {kind!r}")
-    log_probs, ref_log_probs = _select(mask, log_probs, ref_log_probs.detach())
-    difference = log_probs - ref_log_probs
+    policy_log_probs, ref_log_probs = _select(mask, policy_log_probs, ref_log_probs.detach())
+    difference = policy_log_probs - ref_log_probs
     if kind == "k1":
         return difference
     if kind == "k2":

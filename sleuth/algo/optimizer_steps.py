@@ -36,8 +36,8 @@ PAD_ID = 0
 class PackedBatch:
     """Samples one after the other in one row of T tokens, each padded at its end.
 
-    Entry t of every tensor [T] concerns the prediction of `labels[t]`, the token after `input_ids[t]`, so the
-    last real token and the padding of a sample have no label: there `labels` is 0 and everything else but
+    Entry t of every tensor [T] concerns the prediction of `targets[t]`, the token after `input_ids[t]`, so the
+    last real token and the padding of a sample have no target: there `targets` is 0 and everything else but
     `position_ids` and `sample_ids` is 0 too.
 
     loss_mask: 0 or 1, or any weight >= 0 in supervised training. sample_mean_weights: the mask over its
@@ -49,7 +49,7 @@ class PackedBatch:
     """
 
     input_ids: Tensor
-    labels: Tensor
+    targets: Tensor
     position_ids: Tensor
     sample_ids: Tensor
     loss_mask: Tensor
@@ -131,7 +131,7 @@ def pack(samples: Sequence[TrainSample], *, pad_multiple: int = 1) -> PackedBatc
     loss_mask = row(torch.float32, [sample.loss_mask for sample in samples], response)
     return PackedBatch(
         input_ids=row(torch.int64, ids, first),
-        labels=row(torch.int64, [entries[1:] for entries in ids], first),
+        targets=row(torch.int64, [entries[1:] for entries in ids], first),
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
         sample_ids=sample_ids,
         loss_mask=loss_mask,

@@ -12,8 +12,8 @@ from typing import Any
 
 from sleuth.arguments.args import Args
 from sleuth.arguments.parser import ArgumentsError
-
-LATEST = "latest_checkpointed_iteration.txt"
+from sleuth.checkpoints import TRACKER, find_checkpoint, holds_checkpoint
+from sleuth.paths import nearest_existing
 
 
 def check_files(args: Args) -> None:
@@ -60,18 +60,18 @@ def _model_problems(folder: Path) -> Iterator[str]:
 
 
 def _checkpoint_problems(args: Args) -> Iterator[str]:
-    if args.ref_load is not None and not _holds_checkpoint(args.ref_load):
+    if args.ref_load is not None and not holds_checkpoint(args.ref_load):
         yield (
-            f"--ref-load: expected a torch_dist checkpoint ({LATEST}), found none at {args.ref_load}; make it with "
+            f"--ref-load: expected a torch_dist checkpoint ({TRACKER}), found none at {args.ref_load}; make it with "
             f"`python tools/convert_hf_to_torch_dist.py --hf-checkpoint {args.hf_checkpoint} --save {args.ref_load}`"
         )
     resumes_own = args.load is not None and args.load == args.save
-    if args.load is not None and not resumes_own and not _holds_checkpoint(args.load):
-        yield f"--load: expected a checkpoint ({LATEST}), found none at {args.load}; correct the path or drop --load"
+    if args.load is not None and not resumes_own and not holds_checkpoint(args.load):
+        yield f"--load: expected a checkpoint ({TRACKER}), found none at {args.load}; correct the path or drop --load"
     for what, folder in (("--ref-load", args.ref_load), ("--load", args.load)):
         if folder is not None:
             yield from _tracker_problems(what, folder)
-    if args.save is not None and args.load is None and (args.save / LATEST).is_file():
+    if args.save is not None and args.load is None and (args.save / TRACKER).is_file():
         yield (
             f"--save: expected a folder without checkpoints for a new run, found some in {args.save}, which it would "
             f"replace; --load {args.save} goes on from them, or save elsewhere"
@@ -80,25 +80,10 @@ def _checkpoint_problems(args: Args) -> Iterator[str]:
 
 def _tracker_problems(what: str, folder: Path) -> Iterator[str]:
     """A tracker file that names no checkpoint, as after a copy that was cut short."""
-    tracker = folder / LATEST
-    if (folder / "metadata.json").is_file() or not tracker.is_file():
-        return
-    text = tracker.read_text(errors="replace").strip()
-    if text != "release" and not text.isdecimal():
-        yield f"{what}: expected a step number or release in {tracker}, found {text[:80]!r}; name a checkpoint itself"
-        return
-    name = text if text == "release" else f"iter_{int(text):07d}"
-    if not (folder / name / "metadata.json").is_file():
-        present = ", ".join(sorted(path.name for path in folder.glob("iter_*"))) or "none"
-        yield (
-            f"{what}: expected the checkpoint {name}, which {tracker} names, found {present}; copy it there, or name "
-            "a checkpoint itself"
-        )
-
-
-def _holds_checkpoint(folder: Path) -> bool:
-    """Whether it is a folder of checkpoints, or one of them."""
-    return (folder / LATEST).is_file() or (folder / "metadata.json").is_file()
+    try:
+        find_checkpoint(folder)
+    except ValueError as error:
+        yield f"{what}: {error}"
 
 
 def _data_problems(args: Args) -> Iterator[str]:
@@ -124,6 +109,6 @@ def _output_problems(args: Args) -> Iterator[str]:
     for what, folder in (("--save", args.save), ("--run-dir", args.run_dir)):
         if folder is None:
             continue
-        existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+        existing = nearest_existing(folder)
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             yield f"{what}: expected a folder that can be written, found {existing}; choose another"

@@ -7,7 +7,6 @@ Colocated, trainer and engines share the first devices; otherwise the engines co
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from sleuth.arguments import Args
+from sleuth.cluster.ray_environment import cluster_address, prepare_environment
 
 PLACEMENT_TIMEOUT_SECONDS = 120.0
 SHARE = 0.4
@@ -28,13 +28,12 @@ SHARE = 0.4
 @contextmanager
 def ray_session(args: Args) -> Iterator[None]:
     """Connect to the cluster named by `--ray-address` or RAY_ADDRESS, or start one on this machine."""
-    address = args.ray_address or os.environ.get("RAY_ADDRESS")
+    address, _ = cluster_address(args) or (None, "")
+    prepare_environment(address)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     if address:
         ray.init(address=address, log_to_driver=True)
     else:
-        # Ray would write a token for its own use into the user's home folder.
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
         # Slots, not cores: a laptop may hold more ranks than cores, and they take turns.
         slots = max(os.cpu_count() or 1, args.total_gpus) + 1
         ray.init(address="local", num_cpus=slots, include_dashboard=False, log_to_driver=True, configure_logging=False)

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sleuth.arguments import Args, check_tokenizer
 from sleuth.data import check_rows, load_sft_rows
+from sleuth.paths import nearest_existing
 from sleuth.rollout.engine_client import embedding_size
 
 
@@ -32,7 +33,7 @@ def check_disk(args: Args) -> str | None:
     size = checkpoint_bytes(args)
     saves = math.ceil(args.num_rollout / args.save_interval)
     kept = min(saves, args.save_keep + 1) if args.save_keep else saves  # the oldest goes once the newest is whole
-    folder = next(parent for parent in (args.save, *args.save.absolute().parents) if parent.is_dir())
+    folder = nearest_existing(args.save)
     free = shutil.disk_usage(folder).free
     found = f"{folder} has {_gb(free)} free"
     if free < size:

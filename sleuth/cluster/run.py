@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sleuth.arguments import Args
 from sleuth.cluster.placement import place, ray_session
-from sleuth.cluster.rollout_group import RolloutGroup, SupervisedGroup
+from sleuth.cluster.rollout_group import RolloutGroup
 from sleuth.cluster.train_group import TrainGroup
 
 
@@ -18,7 +18,7 @@ class Run:
     """A started run: its two sides, and how many steps a checkpoint already holds."""
 
     trainer: TrainGroup
-    rollout: RolloutGroup | SupervisedGroup
+    rollout: RolloutGroup
     steps_done: int
 
 
@@ -27,7 +27,7 @@ def start_run(args: Args, run_dir: Path) -> Iterator[Run]:
     """Start trainer and engines side by side; stop them, and only them, at the end."""
     with ray_session(args):
         placement = place(args)
-        rollout = SupervisedGroup(args) if args.loss_type == "sft" else RolloutGroup(args, run_dir, placement)
+        rollout = RolloutGroup(args, run_dir, placement)
         try:
             trainer = TrainGroup(args, run_dir, placement)
             rollout.wait_until_loaded()

@@ -42,13 +42,14 @@ class TrainActor:
         return self.trainer.steps_done, self.trainer.rollout_state
 
     def train(self, shards: Sequence[ray.ObjectRef]) -> dict[str, float]:
+        """Fetch this rank's share, and no other, and train on it."""
         shard: list[OptimizerStepBatch] = ray.get(shards[self.trainer.data_parallel_rank])
         metrics = self.trainer.train(shard)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # for the engines, should they share the GPU
         return metrics
 
-    def log_probs(self, token_ids: list[int]) -> list[float]:
+    def score(self, token_ids: list[int]) -> list[float]:
         return self.trainer.log_probs(token_ids, temperature=1.0)
 
     def push_weights(self, engine_urls: list[str], version: str) -> None:
@@ -96,17 +97,16 @@ class TrainGroup:
         """Steps done so far (0 in a new run) and the rollout state of the checkpoint ({} in a new run)."""
         return ray.get(self._start)[0]
 
-    def train(self, shards: list[list[OptimizerStepBatch]]) -> dict[str, float]:
+    def train(self, shards: list[ray.ObjectRef]) -> dict[str, float]:
         """Train on one step's data, `shards[data-parallel rank]`; metrics are equal on all ranks."""
-        refs = [ray.put(shard) for shard in shards]
-        return ray.get([actor.train.remote(refs) for actor in self._actors])[0]
+        return ray.get([actor.train.remote(shards) for actor in self._actors])[0]
 
     def push_weights(self, engine_urls: list[str], version: str) -> None:
         ray.get([actor.push_weights.remote(engine_urls, version) for actor in self._actors])
 
-    def log_probs(self, token_ids: list[int]) -> list[float]:
+    def score(self, token_ids: list[int]) -> list[float]:
         """Log-probabilities (nats, temperature 1) of each id but the first."""
-        return ray.get([actor.log_probs.remote(token_ids) for actor in self._actors])[0]
+        return ray.get([actor.score.remote(token_ids) for actor in self._actors])[0]
 
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
         ray.get([actor.save.remote(step, rollout_state) for actor in self._actors])

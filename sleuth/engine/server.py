@@ -27,6 +27,7 @@ import psutil
 import requests
 
 from sleuth.engine.process_group import group_members, kill_group, shared_memory_files
+from sleuth.loopback import direct_session, without_proxy
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ GPU_GRACE_SECONDS = 20.0
 KILL_SECONDS = 10.0
 DYING_SECONDS = 5.0
 LOG_TAIL_LINES = 25
+MAX_TEMPORARY_FOLDER = 50  # bytes: a Unix socket's path has at most 107, and the server's lie up to 56 below
 PORT_TAKEN = ("address already in use", "EADDRINUSE")
 
 
@@ -141,7 +143,8 @@ class EngineServer:
         if not self.is_alive():
             return False
         try:
-            return requests.get(f"{self.url}/health", timeout=timeout).status_code == 200
+            with direct_session() as session:
+                return session.get(f"{self.url}/health", timeout=timeout).status_code == 200
         except requests.RequestException:
             return False
 
@@ -214,7 +217,7 @@ class EngineServer:
         self._url = f"http://{HOST}:{port}"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._on_gpu = has_cuda()
-        self._folder = Path(tempfile.mkdtemp(prefix="sleuth-engine-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="sleuth-engine-", dir=_socket_folder()))
         launch = [sys.executable, "-m", "sleuth.engine.launch", str(os.getpid()), str(self._folder)]
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -251,7 +254,8 @@ class EngineServer:
         return any(words.lower() in tail for words in PORT_TAKEN)
 
     def _post(self, path: str, body: dict[str, Any], timeout: float) -> None:
-        response = requests.post(f"{self.url}/{path}", json=body, timeout=timeout)
+        with direct_session() as session:
+            response = session.post(f"{self.url}/{path}", json=body, timeout=timeout)
         if response.status_code != 200:
             raise RuntimeError(f"{self.url}/{path} answered {response.status_code}: {response.text[:500]}")
 
@@ -302,6 +306,7 @@ def server_environment(config: EngineConfig, folder: Path, on_gpu: bool) -> dict
     """The environment of the server's process: ours, `folder` for its sockets, and stand-ins where CUDA is missing."""
     paths = [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]
     environment = dict(os.environ, OMP_NUM_THREADS=str(config.cpu_threads), TMPDIR=str(folder))
+    environment |= without_proxy(environment)  # it asks itself whether it is up
     if on_gpu:
         environment["NCCL_CUMEM_ENABLE"] = "0"  # memory that NCCL maps itself cannot be released
         if config.enable_memory_saver and "expandable_segments" in environment.get("PYTORCH_CUDA_ALLOC_CONF", ""):
@@ -320,6 +325,12 @@ def _free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((HOST, port))
             return port
+
+
+def _socket_folder() -> str:
+    """Where the server's folder for temporary files goes: below a deep TMPDIR, its sockets' paths were too long."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) <= MAX_TEMPORARY_FOLDER else "/tmp"
 
 
 def _temporary_log() -> Path:

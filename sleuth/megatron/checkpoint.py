@@ -1,12 +1,7 @@
-"""Checkpoints in megatron's torch_dist format: whole or not there, and readable in another parallel layout.
+"""Checkpoints in megatron's torch_dist format, readable in another parallel layout.
 
-    <folder>/latest_checkpointed_iteration.txt      the step of the newest whole checkpoint
-    <folder>/iter_0000020/                          weights and optimizer (torch_dist), rollout_state.json,
-                                                    sleuth.json (what it is), rng_*.pt (random state, one a rank)
-
-A checkpoint is written to a hidden folder beside its place, synced to disk, and renamed; the tracker file comes
-last. So a full disk or a kill leaves the previous checkpoint as it was, and the left-overs are removed by the
-next save.
+A checkpoint's folder holds weights and optimizer (torch_dist), rollout_state.json, sleuth.json (what it is) and
+rng_*.pt (random state, one a rank). How the folder comes to be whole or not there at all: `sleuth.checkpoints`.
 """
 
 from __future__ import annotations
@@ -15,9 +10,7 @@ import errno
 import functools
 import json
 import logging
-import os
 import queue
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,52 +25,24 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
+from sleuth import checkpoints
 from sleuth.megatron import parallel
 from sleuth.megatron.model import PolicyModel
 from sleuth.megatron.optimizer import PolicyOptimizer
+from sleuth.paths import follow_umask
 
 logger = logging.getLogger(__name__)
 
-TRACKER = "latest_checkpointed_iteration.txt"
 _DESCRIPTION, _ROLLOUT_STATE = "sleuth.json", "rollout_state.json"
-_TEMPORARY_PREFIX = ".unfinished-"
 _FORMAT = 1
-
-
-def checkpoint_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies under `folder`."""
-    return folder / f"iter_{step:07d}"
-
-
-def find_checkpoint(folder: Path, iteration: int | None = None) -> Path | None:
-    """The newest checkpoint under `folder` (or that of `iteration`), or None where there is none yet.
-
-    `folder` may also be a checkpoint itself. Raises ValueError if the tracker names one that is not there.
-    """
-    if (folder / "metadata.json").is_file():
-        return folder
-    tracker = folder / TRACKER
-    if iteration is None:
-        if not tracker.is_file():
-            return None
-        text = tracker.read_text().strip()
-        if text != "release" and not text.isdigit():
-            raise ValueError(f"expected a step number or 'release' in {tracker}, found {text!r}")
-        found = folder / "release" if text == "release" else checkpoint_folder(folder, int(text))
-    else:
-        found = checkpoint_folder(folder, iteration)
-    if not (found / "metadata.json").is_file():
-        present = sorted(path.name for path in folder.glob("iter_*")) if folder.is_dir() else []
-        raise ValueError(f"expected a checkpoint in {found}, found none; {folder} holds {', '.join(present) or 'none'}")
-    return found
 
 
 def load_weights(chunks: Sequence[PolicyModel], folder: Path, iteration: int | None = None) -> Path:
     """Load only the weights; returns the checkpoint's folder. ValueError if there is none or it does not fit."""
-    found = find_checkpoint(folder, iteration)
+    found = checkpoints.find_checkpoint(folder, iteration)
     if found is None:
         raise ValueError(
-            f"expected a torch_dist checkpoint in {folder}, found no {TRACKER}; "
+            f"expected a torch_dist checkpoint in {folder}, found no {checkpoints.TRACKER}; "
             "tools/convert_hf_to_torch_dist.py makes one from a Hugging Face model"
         )
     state = _model_state(chunks, _sharding_metadata())
@@ -113,22 +78,22 @@ class Checkpoints:
 
         Raises OSError, with the previous checkpoints intact, when the disk is full.
         """
-        unfinished = folder / f"{_TEMPORARY_PREFIX}iter_{step:07d}"
+        unfinished = checkpoints.unfinished_folder(folder, step)
         self._on_first_rank(lambda: self._prepare(folder, unfinished))
         try:
             self._write(unfinished, step, rollout_state)
-            self._on_first_rank(lambda: _publish(unfinished, folder, step))
+            self._on_first_rank(lambda: checkpoints.publish(unfinished, folder, step))
         except Exception:
             if dist.get_rank() == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        self._on_first_rank(lambda: _prune(folder, step, keep))
-        return checkpoint_folder(folder, step)
+        self._on_first_rank(lambda: checkpoints.prune(folder, step, keep))
+        return checkpoints.checkpoint_folder(folder, step)
 
     def load_latest(self, folder: Path) -> tuple[int, dict[str, Any]] | None:
         """Resume from the newest checkpoint of `folder`: (its step, its rollout state), or None if there is none."""
         assert self.optimizer is not None
-        found = find_checkpoint(folder)
+        found = checkpoints.find_checkpoint(folder)
         if found is None:
             return None
         description = self._check(found)
@@ -183,10 +148,7 @@ class Checkpoints:
         self._on_first_rank(lambda: _finish(unfinished, description, rollout_state))
 
     def _prepare(self, folder: Path, unfinished: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(f"{_TEMPORARY_PREFIX}*"):
-            logger.warning("removing %s, left over from a save that did not finish", leftover)
-            shutil.rmtree(leftover)
+        checkpoints.tidy(folder)
         self._check_space(folder)
         unfinished.mkdir()
 
@@ -317,50 +279,4 @@ def _restore_random_state(found: Path, description: dict[str, Any]) -> None:
 def _finish(unfinished: Path, description: dict[str, Any], rollout_state: dict[str, Any]) -> None:
     (unfinished / _DESCRIPTION).write_text(json.dumps(description, indent=1))
     (unfinished / _ROLLOUT_STATE).write_text(json.dumps(rollout_state))
-    for path in [*unfinished.rglob("*"), unfinished]:
-        _sync_to_disk(path)
-
-
-def _publish(unfinished: Path, folder: Path, step: int) -> None:
-    """Move a finished checkpoint to its place, then point the tracker to it."""
-    place = checkpoint_folder(folder, step)
-    if place.exists():
-        # A resumed run saves this step again. The hidden name is one that the next save would clean.
-        replaced = folder / f"{_TEMPORARY_PREFIX}replaced-{place.name}"
-        place.rename(replaced)
-        unfinished.rename(place)
-        shutil.rmtree(replaced)
-    else:
-        unfinished.rename(place)
-    _sync_to_disk(folder)
-    _write_tracker(folder, str(step))
-
-
-def _write_tracker(folder: Path, text: str) -> None:
-    temporary = folder / f".{TRACKER}"
-    temporary.write_text(text)
-    _sync_to_disk(temporary)
-    temporary.rename(folder / TRACKER)
-    _sync_to_disk(folder)
-
-
-def _prune(folder: Path, step: int, keep: int) -> None:
-    """Delete all but the checkpoint of `step` and the latest others, `keep` in all; 0 keeps all."""
-    if keep == 0:
-        return
-    found = [path for path in folder.iterdir() if re.fullmatch(r"iter_\d{7,}", path.name)]
-    # The one just saved is not the latest by its number if the run went on from an earlier checkpoint.
-    found.sort(key=lambda path: (path == checkpoint_folder(folder, step), path.name))
-    for path in found[:-keep]:
-        # Hidden first: a deletion that is cut short must not look like a checkpoint.
-        doomed = folder / f"{_TEMPORARY_PREFIX}pruned-{path.name}"
-        path.rename(doomed)
-        shutil.rmtree(doomed)
-
-
-def _sync_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    follow_umask(unfinished)

@@ -17,10 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sleuth.arguments import ModelArgs, check_model_flags, read_config
+from sleuth.checkpoints import TRACKER
 from sleuth.megatron import parallel
-from sleuth.megatron.checkpoint import TRACKER, Checkpoints, load_weights
+from sleuth.megatron.checkpoint import Checkpoints, load_weights
 from sleuth.megatron.model import ModelShape, PolicyModel, build_model, plain_config, resolve_dtype
 from sleuth.megatron.weights import HfWeights, WeightMap
+from sleuth.paths import follow_umask
 
 SHARD_BYTES = 5 * 10**9
 """Largest size of one safetensors file."""
@@ -112,6 +114,7 @@ def write_hf_folder(
         _check_space(unfinished, sum(tensor.nbytes for tensor in tensors.values()))
         _copy_model_files(hf_checkpoint, unfinished, dtype)
         _write_safetensors(tensors, unfinished, progress)
+        follow_umask(unfinished)
         if save.exists():
             shutil.rmtree(save) if replace else save.rmdir()
         unfinished.rename(save)

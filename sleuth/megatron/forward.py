@@ -122,7 +122,7 @@ def run_model(
             batch.local.position_ids[None],
             packed_seq_params=batch.packed_seq_params(),
             selected=batch.selected,
-            targets=batch.of_selected(batch.local.labels),
+            targets=batch.of_selected(batch.local.targets),
             options=options,
         )
 

@@ -4,7 +4,7 @@ The reward of sample i becomes r_i - kl_coef * sum over its trained tokens of KL
 divergence (`--kl-penalty-type`) of the policy as it was before the step from the frozen reference; then
 `--advantage-estimator` makes advantages of the rewards of the whole step, as it does without a penalty. So the penalty
 is normalised with the reward, within its group or over the step, and all tokens of a sample share it.
-It can be applied only here, where both log-probabilities are known; the advantages that came with the data go.
+It can be applied only here, where both log-probabilities are known; so with it the data come without advantages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PenaltySettings(Protocol):
 
 
 def penalise(args: PenaltySettings, batches: Sequence[MicroBatch], num_samples: int) -> dict[str, float]:
-    """Replace the advantages of this rank's `batches` of a step of `num_samples`; returns metrics.
+    """Make the advantages of this rank's `batches` of a step of `num_samples`; returns metrics.
 
     `old_log_probs` and `ref_log_probs` are known. Collective over the ranks of the last pipeline stage.
     """

@@ -105,14 +105,14 @@ class _Policy:
 
     def __call__(self, batch: MicroBatch, statistics: Tensor) -> tuple[Tensor, Metrics]:
         args, weights = self.args, batch.weights
-        log_probs, entropy = statistics[:, _LOG_PROB], statistics[:, _ENTROPY]
-        old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
-        rollout = batch.of_selected(batch.local.rollout_log_probs)
+        train_log_probs, entropy = statistics[:, _LOG_PROB], statistics[:, _ENTROPY]
+        old_log_probs = train_log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+        rollout_log_probs = batch.of_selected(batch.local.rollout_log_probs)
         policy = estimator_loss(
             args.advantage_estimator,
-            log_probs,
-            old_log_probs=old,
-            rollout_log_probs=rollout,
+            train_log_probs,
+            old_log_probs=old_log_probs,
+            rollout_log_probs=rollout_log_probs,
             advantages=batch.of_selected(batch.local.advantages),
             mask=torch.ones_like(weights),
             sample_ids=batch.of_selected(batch.local.sample_ids),
@@ -125,14 +125,16 @@ class _Policy:
         metrics = {
             "clip_fraction": weighted_sum(policy.clipped.float(), weights),
             "ratio_mean": weighted_sum(policy.ratio, weights),
-            "ppo_kl": weighted_sum(old - log_probs.detach(), weights),
+            "ppo_kl": weighted_sum(old_log_probs - train_log_probs.detach(), weights),
             "entropy": weighted_sum(entropy.detach(), weights),
-            "train_rollout_logprob_abs_diff": weighted_sum((old - rollout).abs(), weights),
+            "train_rollout_logprob_abs_diff": weighted_sum((old_log_probs - rollout_log_probs).abs(), weights),
             "tokens": _count(batch),
         }
         per_token = policy.loss
         if args.use_tis and not args.custom_tis_function_path:
-            importance = truncated_importance_weights(old, rollout, args.tis_clip_low, args.tis_clip)
+            importance = truncated_importance_weights(
+                old_log_probs, rollout_log_probs, args.tis_clip_low, args.tis_clip
+            )
             per_token = per_token * importance
             metrics["tis_weight_mean"] = weighted_sum(importance, weights)
             bounded = (importance <= args.tis_clip_low) | (importance >= args.tis_clip)
@@ -141,7 +143,7 @@ class _Policy:
         loss = pg_loss - args.entropy_coef * weighted_sum(entropy, weights)
         metrics["pg_loss"] = pg_loss.detach()
         if batch.ref_log_probs is not None:
-            kl = weighted_sum(kl_estimate(log_probs, batch.ref_log_probs, args.kl_loss_type), weights)
+            kl = weighted_sum(kl_estimate(train_log_probs, batch.ref_log_probs, args.kl_loss_type), weights)
             loss = loss + args.kl_loss_coef * kl if args.use_kl_loss else loss
             metrics["kl_loss"] = kl.detach()
         return loss, metrics | {"loss": loss.detach()}

@@ -83,10 +83,10 @@ class RolloutManager:
         metrics: dict[str, float] = {}
         for name, rows in self.eval_rows.items():
             for temperature in self.args.eval_temperature:
-                label = evaluation_name(name, temperature)
+                full_name = evaluation_name(name, temperature)
                 rollout = self._run(self.loop.evaluate(rows, temperature))
-                metrics |= evaluation_metrics(rollout.samples, label, rollout.failed)
-                self._write_trajectories(f"eval_{step:07d}_{label.replace('/', '_')}", rollout.samples)
+                metrics |= evaluation_metrics(rollout.samples, full_name, rollout.failed)
+                self._write_trajectories(f"eval_{step:07d}_{full_name.replace('/', '_')}", rollout.samples)
         return metrics
 
     def probe_ids(self) -> list[int]:
@@ -123,7 +123,7 @@ class RolloutManager:
 
 
 class SupervisedManager:
-    """Reads finished trajectories (`--loss-type sft`) in place of generating them."""
+    """Reads finished trajectories (`--loss-type sft`) in place of generating them; the same interface, no engines."""
 
     def __init__(self, args: Args) -> None:
         self.args = args
@@ -131,8 +131,8 @@ class SupervisedManager:
         check_tokenizer(tokenizer, embedding_size(args.hf_checkpoint))
         self.stream = load_sft_rows(args.prompt_data, tokenizer, seed=args.seed, shuffle=args.rollout_shuffle)
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's `state` ({} in a new run)."""
+    def connect(self, engine_urls: list[str], state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's `state` ({} in a new run); there are no engines."""
         if state:
             self.stream.load_state_dict(state["stream"])
 
@@ -140,6 +140,17 @@ class SupervisedManager:
         samples = self.stream.next_samples(self.args.rollout_batch_size)
         tokens = sum(len(sample.token_ids) for sample in samples)
         return StepData(shard_batch(self.args, samples), {"rollout/tokens": float(tokens)})
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Nothing: there is no engine that could answer."""
+        return {}
+
+    def probe_ids(self) -> list[int]:
+        """None: there is no engine that could differ."""
+        return []
+
+    def probe_engines(self) -> list[list[float]]:
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         return {"stream": self.stream.state_dict()}

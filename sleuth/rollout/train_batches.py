@@ -12,21 +12,27 @@ from sleuth.sample import Sample, TrainSample
 
 
 def train_samples(args: Args, groups: list[list[Sample]]) -> list[TrainSample]:
-    """Every sample of every group with its advantage, as `--advantage-estimator` has it, on each response token."""
+    """Every sample of every group, with its advantage on each response token.
+
+    Not with `--kl-coef`: rewards are then whole only in the trainer, and advantages are made there, alike
+    (`sleuth.megatron.kl_penalty`).
+    """
+    samples = [sample for group in groups for sample in group]
+    if args.kl_coef:
+        return [_train_sample(sample, None, index) for index, sample in enumerate(samples)]
     advantages = estimate_advantages(
         args.advantage_estimator,
         torch.tensor([[sample.reward for sample in group] for group in groups], dtype=torch.float64),
         torch.tensor([[sum(sample.trace.loss_mask) for sample in group] for group in groups], dtype=torch.float64),
         normalize_std=not args.disable_grpo_std_normalization,
     )
-    samples = [sample for group in groups for sample in group]
     return [
         _train_sample(sample, advantage, index)
         for index, (sample, advantage) in enumerate(zip(samples, advantages.flatten().tolist(), strict=True))
     ]
 
 
-def _train_sample(sample: Sample, advantage: float, index: int) -> TrainSample:
+def _train_sample(sample: Sample, advantage: float | None, index: int) -> TrainSample:
     trace = sample.trace
     assert sample.reward is not None, "what is trained on was scored"
     return TrainSample(
@@ -34,7 +40,7 @@ def _train_sample(sample: Sample, advantage: float, index: int) -> TrainSample:
         prompt_length=len(trace.prompt_ids),
         loss_mask=[float(m) for m in trace.loss_mask],
         rollout_log_probs=list(trace.log_probs),
-        advantages=[advantage] * len(trace.response_ids),
+        advantages=[] if advantage is None else [advantage] * len(trace.response_ids),
         reward=sample.reward,
         index=index,
     )

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import requests
 
+from sleuth.loopback import direct_session
+
 logger = logging.getLogger(__name__)
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -35,10 +37,12 @@ class EngineGroup:
         self.timeout = timeout
         self.weights_touched = False
         self._session_open = False
+        self._session = direct_session()
         self._pool = ThreadPoolExecutor(len(self.urls), thread_name_prefix="weight-sync")
 
     def close(self) -> None:
         self._pool.shutdown()
+        self._session.close()
 
     def post(self, path: str, body: dict[str, Any] | bytes) -> None:
         """Post to every engine at once; a WeightSyncError names each that failed, and why."""
@@ -77,9 +81,9 @@ class EngineGroup:
         try:
             if isinstance(body, bytes):
                 headers = {"Content-Type": "application/json"}
-                response = requests.post(f"{url}/{path}", data=body, headers=headers, timeout=self.timeout)
+                response = self._session.post(f"{url}/{path}", data=body, headers=headers, timeout=self.timeout)
             else:
-                response = requests.post(f"{url}/{path}", json=body, timeout=self.timeout)
+                response = self._session.post(f"{url}/{path}", json=body, timeout=self.timeout)
         except requests.RequestException as error:
             return f"{url}/{path} cannot be reached: {error!r}"
         if response.status_code != 200:

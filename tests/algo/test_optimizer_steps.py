@@ -42,7 +42,7 @@ def test_every_entry_concerns_the_next_token(samples, multiple):
             assert packed.sample_ids[at] == number
             assert packed.position_ids[at] == t
             assert packed.input_ids[at] == (sample.token_ids[t] if t < total else 0)
-            assert packed.labels[at] == (sample.token_ids[t + 1] if t + 1 < total else 0)
+            assert packed.targets[at] == (sample.token_ids[t + 1] if t + 1 < total else 0)
             assert packed.loss_mask[at] == (sample.loss_mask[response] if trained else 0)
             assert packed.advantages[at].item() == pytest.approx(sample.advantages[response] if trained else 0)
             expected = sample.rollout_log_probs[response] if trained else 0
@@ -60,7 +60,7 @@ def test_responses_are_split_and_joined(samples, multiple):
     parts = packed.split_responses(packed.loss_mask)
     assert [part.tolist() for part in parts] == [sample.loss_mask for sample in samples]
     assert torch.equal(packed.join_responses(parts), packed.loss_mask)
-    labels = packed.split_responses(packed.labels)
+    labels = packed.split_responses(packed.targets)
     assert [part.tolist() for part in labels] == [sample.token_ids[sample.prompt_length :] for sample in samples]
 
 
@@ -76,7 +76,7 @@ def test_no_samples_give_padding_without_weight():
     assert len(packed) == 4
     assert packed.cu_seqlens.tolist() == [0, 4]
     assert step.token_weights(packed).tolist() == step.token_weights(packed, per_token=True).tolist() == [0.0] * 4
-    assert [len(part) for part in packed.split_responses(packed.labels)] == [0]
+    assert [len(part) for part in packed.split_responses(packed.targets)] == [0]
 
 
 def test_slice_takes_every_tensor_and_keeps_the_description():
@@ -99,7 +99,7 @@ def test_moving_to_a_device_keeps_everything():
 
 def token_losses(packed):
     """Some loss that depends on the token and its position only."""
-    return torch.sin(packed.labels.double() * 1.7 + packed.position_ids)
+    return torch.sin(packed.targets.double() * 1.7 + packed.position_ids)
 
 
 def reference_loss(samples, per_token):

@@ -1,15 +1,73 @@
-"""The engines' side of a run, as far as it needs no engine."""
+"""How a step's data reach the trainer's ranks, with a real Ray."""
 
 from __future__ import annotations
 
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sleuth.cluster.rollout_group import lent_memory
+import pytest
+import ray
+from sleuth.algo.batch import OptimizerStepBatch
+
+from sleuth.cluster.placement import ray_session
+from sleuth.cluster.rollout_group import RolloutActor, StepRefs
+from sleuth.rollout.manager import StepData
+from sleuth.sample import TrainSample
+
+RANKS, TOKENS = 2, 200_000  # large, so that Ray keeps them in its store
 
 
-def test_engines_keep_weights_that_the_next_sync_may_not_bring_back() -> None:
-    args: Any = SimpleNamespace(update_weights_interval=1)
-    assert lent_memory(args) is None
-    args.update_weights_interval = 2
-    assert lent_memory(args) == ("kv_cache", "cuda_graph")
+class ScriptedRollout(RolloutActor):
+    """Makes one sample a rank, of token ids that tell step and rank."""
+
+    def __init__(self) -> None:
+        self.manager: Any = self
+
+    def make(self, step: int) -> StepRefs:
+        self.manager = SimpleNamespace(generate=self.data)
+        return self.generate(step)
+
+    def data(self, step: int) -> StepData:
+        samples = [TrainSample([10 * step + rank] * TOKENS, 1, [1.0] * (TOKENS - 1)) for rank in range(RANKS)]
+        return StepData([[OptimizerStepBatch([[sample]], RANKS, 1.0)] for sample in samples], {"n": float(step)})
+
+    def collect_garbage(self) -> None:
+        gc.collect()
+
+
+class Rank:
+    def first_id(self, shards: list[ray.ObjectRef], rank: int) -> int:
+        (step,) = ray.get(shards[rank])
+        return step.micro_batches[0][0].token_ids[0]
+
+    def niceness(self) -> int:
+        return os.nice(0)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[None]:
+    args: Any = SimpleNamespace(ray_address=None, total_gpus=3)
+    with ray_session(args):
+        yield
+
+
+@pytest.mark.timeout(180)
+def test_ranks_take_their_shares_from_the_store_and_they_live_until_then(session: None, tmp_path: Path) -> None:
+    remote: Any = ray.remote
+    rollout, ranks = remote(ScriptedRollout).remote(), [remote(Rank).remote() for _ in range(RANKS)]
+    first, second = (ray.get(rollout.make.remote(step)) for step in (1, 2))
+    assert all(isinstance(shard, ray.ObjectRef) for shard in first.shards + second.shards)
+    assert (first.metrics, second.metrics) == ({"n": 1.0}, {"n": 2.0})
+    ray.get(rollout.collect_garbage.remote())  # the actor itself holds no reference any more
+    for step, data in ((1, first), (2, second)):
+        ids = ray.get([actor.first_id.remote(data.shards, rank) for rank, actor in enumerate(ranks)])
+        assert ids == [10 * step, 10 * step + 1]
+
+
+def test_rays_processes_are_no_nicer_than_the_driver(session: None) -> None:
+    rank: Any = ray.remote(Rank)
+    assert ray.get(rank.remote().niceness.remote()) == os.nice(0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +28,7 @@ from sleuth.engine.server import (
     server_args,
     server_environment,
 )
+from sleuth.rollout.engine_client import EngineClient
 from sleuth.weight_sync.control import WeightSyncError
 from sleuth.weight_sync.tensor import push_weights
 from tests.conftest import RunningEngine, load_float32
@@ -149,6 +152,31 @@ def test_a_late_start_is_stopped(model_path: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineStartError, match="was not healthy after 2 s"):
         server.start()
     assert not server.is_alive()
+
+
+@pytest.mark.engine
+def test_proxies_and_a_deep_folder_for_temporary_files_do_not_reach_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own question whether it is up, ours, weights, generation, and the paths of its sockets."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("deep" * 20)))
+    Path(tempfile.gettempdir()).mkdir()
+    model_path = make_tiny_model(tmp_path / "model", "qwen2")
+    config = EngineConfig(model_path, log_path=tmp_path / "engine.log", start_timeout=400.0)
+    with EngineServer(config) as server:
+        push_weights([server.url], load_float32(model_path).state_dict().items(), "1")
+        server.release_memory()
+        server.resume_memory()
+
+        async def ask() -> str | None:
+            async with EngineClient([server.url], max_concurrency=1, vocab_size=512) as client:
+                return (await client.generate([5, 6, 7], {"max_new_tokens": 2})).weight_version
+
+        assert asyncio.run(ask()) == "1"
 
 
 @pytest.mark.engine

@@ -18,6 +18,7 @@ def sample(reward: float, model_tokens: int) -> Sample:
 def arguments(**changes) -> SimpleNamespace:
     values = {
         "advantage_estimator": "grpo",
+        "kl_coef": 0.0,
         "disable_grpo_std_normalization": False,
         "use_dynamic_batch_size": True,
         "max_tokens_per_gpu": 64,
@@ -56,6 +57,12 @@ def test_advantages_follow_the_estimator(estimator, std_off, expected):
         assert sum(a * w for a, w in zip(found, weights, strict=True)) == pytest.approx(0.0, abs=1e-6)
     else:
         assert found == pytest.approx(expected)
+
+
+def test_with_a_penalty_to_come_advantages_are_left_to_the_trainer():
+    samples = train_samples(arguments(kl_coef=0.1), GROUPS)
+    assert [s.advantages for s in samples] == [[]] * 4
+    assert [(s.index, s.reward) for s in samples] == [(0, 1.0), (1, 0.0), (2, 0.2), (3, 0.2)]
 
 
 def test_a_training_sample_is_the_trace():

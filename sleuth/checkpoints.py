@@ -1,0 +1,164 @@
+"""Checkpoints as folders: which is the newest, and how a finished one takes its place. What is in them: `megatron`.
+
+    <folder>/latest_checkpointed_iteration.txt      the tracker: the step of the newest whole checkpoint
+    <folder>/iter_0000020/                          a whole checkpoint
+
+A checkpoint is written to a hidden folder beside its place (`unfinished_folder`), then renamed and named by the
+tracker (`publish`). At every instant the tracker names a whole checkpoint, so a kill or a full disk costs the
+checkpoint that is being saved and no other; left-overs are removed by the next save.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
+_CURRENT_FOLDER, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV)
+
+
+def checkpoint_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lies under `folder`."""
+    return folder / f"iter_{step:07d}"
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether `folder` is itself a checkpoint."""
+    return (folder / "metadata.json").is_file()
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    """Whether `folder` is a folder of checkpoints, or one of them."""
+    return (folder / TRACKER).is_file() or is_checkpoint(folder)
+
+
+def find_checkpoint(folder: Path, iteration: int | None = None) -> Path | None:
+    """The newest checkpoint under `folder` (or that of `iteration`), or None where there is none yet.
+
+    `folder` may also be a checkpoint itself. Raises ValueError if the tracker names one that is not there.
+    """
+    if is_checkpoint(folder):
+        return folder
+    place = _tracked(folder) if iteration is None else checkpoint_folder(folder, iteration)
+    if place is None:
+        return None
+    for candidate in (place, place.with_name(_REPLACED + place.name)):
+        if is_checkpoint(candidate):
+            return candidate
+    present = sorted(path.name for path in folder.glob("iter_*")) if folder.is_dir() else []
+    by = f", which {folder / TRACKER} names" if iteration is None else ""
+    raise ValueError(
+        f"expected the checkpoint {place}{by}, found {', '.join(present) or 'none'}; copy it there, or name a "
+        "checkpoint itself"
+    )
+
+
+def _tracked(folder: Path) -> Path | None:
+    """The place that the tracker names; None where there is no tracker."""
+    tracker = folder / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text(errors="replace").strip()
+    if text == "release":
+        return folder / text
+    if not text.isdecimal():
+        raise ValueError(
+            f"expected a step number or release in {tracker}, found {text[:80]!r}; name a checkpoint itself"
+        )
+    return checkpoint_folder(folder, int(text))
+
+
+def unfinished_folder(folder: Path, step: int) -> Path:
+    """The hidden folder to write the checkpoint of `step` to."""
+    return folder / f"{_UNFINISHED}iter_{step:07d}"
+
+
+def tidy(folder: Path) -> None:
+    """Make `folder` ready for a save: there, and without what an earlier save left that did not finish."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for replaced in folder.glob(f"{_REPLACED}*"):
+        place = folder / replaced.name.removeprefix(_REPLACED)
+        if is_checkpoint(place):
+            replaced.rename(folder / f"{_UNFINISHED}{replaced.name}")
+        else:
+            replaced.rename(place)
+    for leftover in folder.glob(f"{_UNFINISHED}*"):
+        logger.warning("removing %s, left over from a save that did not finish", leftover)
+        shutil.rmtree(leftover)
+
+
+def publish(unfinished: Path, folder: Path, step: int) -> None:
+    """Move a finished checkpoint to its place, then name it in the tracker."""
+    for path in [*unfinished.rglob("*"), unfinished]:
+        _sync_to_disk(path)
+    place = checkpoint_folder(folder, step)
+    older = _replace(unfinished, place) if place.exists() else None  # a resumed run saves this step again
+    if older is None:
+        unfinished.rename(place)
+    _sync_to_disk(folder)
+    _write_tracker(folder, str(step))
+    if older is not None:
+        shutil.rmtree(older)
+
+
+def prune(folder: Path, step: int, keep: int) -> None:
+    """Delete all but the checkpoint of `step` and the latest others, `keep` in all; 0 keeps all."""
+    if keep == 0:
+        return
+    found = [path for path in folder.iterdir() if re.fullmatch(r"iter_\d{7,}", path.name)]
+    # The one just saved is not the latest by its number if the run went on from an earlier checkpoint.
+    found.sort(key=lambda path: (path == checkpoint_folder(folder, step), path.name))
+    for path in found[:-keep]:
+        # Hidden first: a deletion that is cut short must not look like a checkpoint.
+        doomed = folder / f"{_UNFINISHED}pruned-{path.name}"
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _replace(unfinished: Path, place: Path) -> Path:
+    """Put `unfinished` where another checkpoint stands; returns where that one is now."""
+    if _exchange(unfinished, place):
+        return unfinished
+    # Between the two renames `find_checkpoint` takes the older one, and the next save would put it back.
+    older = place.with_name(_REPLACED + place.name)
+    place.rename(older)
+    unfinished.rename(place)
+    return older
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Let two folders change places, at once; False where the system or the file system (NFS) cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_CURRENT_FOLDER, os.fsencode(first), _CURRENT_FOLDER, os.fsencode(second), _EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NO_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(first), None, str(second))
+
+
+def _write_tracker(folder: Path, text: str) -> None:
+    temporary = folder / f".{TRACKER}"
+    temporary.write_text(text)
+    _sync_to_disk(temporary)
+    temporary.rename(folder / TRACKER)
+    _sync_to_disk(folder)
+
+
+def _sync_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,121 @@
+"""A run's engines, each in a Ray actor, spoken to as one: start, memory, death, end.
+
+Not for their weights (`sleuth.cluster.sync`) nor for what they generate (`sleuth.cluster.rollout_group`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from sleuth.arguments import Args
+from sleuth.cluster.placement import Device, Placement
+from sleuth.engine.actor import EngineActor
+from sleuth.engine.server import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_SECONDS, STOP_TIMEOUT_SECONDS_ON_GPU = 10.0, 30.0
+ENGINE_ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "0"}
+"""Ray kills the children of an actor that ends, though not theirs: the engine's own watch ends all of them."""
+
+
+class EngineDiedError(RuntimeError):
+    """An engine ended, or stopped to answer, in the middle of a run."""
+
+
+class Engines:
+    """The actors of all engines; they start at once. A supervised run has none, and every method then does nothing."""
+
+    def __init__(self, args: Args, run_dir: Path, placement: Placement) -> None:
+        self.args = args
+        remote: Any = ray.remote(EngineActor)
+        firsts = placement.engines[:: args.rollout_num_gpus_per_engine]
+        self._actors = [
+            # Two calls at a time: an engine that still starts can be stopped.
+            remote.options(**placement.options(device, ENGINE_ENVIRONMENT), max_concurrency=2).remote(
+                engine_config(args, run_dir, index, device)
+            )
+            for index, device in enumerate(firsts)
+        ]
+        self._on_gpu = any(device.gpu_id is not None for device in firsts)
+        self._starting = [actor.start.remote() for actor in self._actors]
+
+    def wait_until_ready(self) -> list[str]:
+        """The engines' urls. Raises what an engine raised that did not start."""
+        return ray.get(self._starting)
+
+    @contextmanager
+    def deaths_explained(self) -> Iterator[None]:
+        """Where something within fails because an engine is dead, say that instead of what followed from it."""
+        try:
+            yield
+        except ray.exceptions.RayError as error:
+            found = ray.get([actor.trouble.remote() for actor in self._actors])
+            troubles = [f"engine {index}: {trouble}" for index, trouble in enumerate(found) if trouble]
+            if not troubles:
+                raise
+            remedy = "start again"
+            if self.args.save:
+                remedy += f"; --load {self.args.save} goes on from the last checkpoint"
+            raise EngineDiedError(f"{'; '.join(troubles)}; {remedy}") from error
+
+    @contextmanager
+    def memory_lent(self) -> Iterator[None]:
+        """Within, the devices' memory is the trainer's, where both share them (on a CPU memory is not scarce).
+
+        After an error the engines get it back as well, and the error is what is told, whatever comes of that.
+        An interruption ends the run, and the engines with it: they get nothing back.
+        """
+        if not (self.args.colocate and self._on_gpu):
+            yield
+            return
+        parts = lent_memory(self.args)
+        try:
+            ray.get([actor.release_memory.remote(parts) for actor in self._actors])
+            yield
+        except Exception:
+            try:
+                self._resume(parts)
+            except Exception as second:
+                logger.warning("after an error the engines did not take their memory back: %s", second)
+            raise
+        self._resume(parts)
+
+    def _resume(self, parts: tuple[str, ...] | None) -> None:
+        ray.get([actor.resume_memory.remote(parts) for actor in self._actors])
+
+    def stop(self) -> None:
+        """Stop the engines; what does not stop in time dies with its actor."""
+        try:
+            timeout = STOP_TIMEOUT_SECONDS_ON_GPU if self._on_gpu else STOP_TIMEOUT_SECONDS
+            ray.get([actor.stop.remote() for actor in self._actors], timeout=timeout)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("an engine did not stop by itself: %s", error)
+
+
+def lent_memory(args: Args) -> tuple[str, ...] | None:
+    """What engines give to the trainer; None: all. Weights that are given are lost, so only before every sync."""
+    return None if args.update_weights_interval == 1 else ("kv_cache", "cuda_graph")
+
+
+def engine_config(args: Args, run_dir: Path, index: int, device: Device) -> EngineConfig:
+    """How engine `index` is started, its first GPU being `device`."""
+    return EngineConfig(
+        model_path=args.hf_checkpoint,
+        seed=args.seed + index,
+        dtype=args.sglang_dtype or args.dtype,
+        log_path=run_dir / "logs" / f"engine_{index}.log",
+        context_length=args.rollout_max_context_len,
+        max_total_tokens=args.sglang_max_total_tokens,
+        max_running_requests=args.rollout_max_concurrency,
+        tensor_parallel_size=args.rollout_num_gpus_per_engine,
+        base_gpu_id=device.gpu_id or 0,
+        mem_fraction_static=args.sglang_mem_fraction_static,
+        enable_memory_saver=args.colocate,
+    )

@@ -1,0 +1,113 @@
+"""What Ray needs of its surroundings: told before it starts what would keep it from starting, and set what it reads."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+from datetime import datetime
+
+import grpc
+import ray
+from ray._private.services import canonicalize_bootstrap_address
+
+from sleuth.arguments import Args
+from sleuth.loopback import without_proxy
+
+MAX_SOCKET_PATH = 107
+"""Bytes of the path of a Unix socket, on Linux."""
+NICENESS = "RAY_worker_niceness"
+CONNECT_SECONDS = ANSWER_SECONDS = 8.0
+
+
+def cluster_address(args: Args) -> tuple[str, str] | None:
+    """The cluster to join, and the setting that names it; None: one is started on this machine."""
+    for source, address in (("--ray-address", args.ray_address), ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS"))):
+        if address:
+            return None if address == "local" else (address, source)
+    return None
+
+
+def check_ray(args: Args) -> None:
+    """ValueError if Ray can neither be started nor joined as configured; it takes at most 16 s and a name's look-up."""
+    found = cluster_address(args)
+    if found is None:
+        check_socket_paths()
+    else:
+        check_address(*found)
+
+
+def check_socket_paths() -> None:
+    """ValueError if the folder for temporary files is too deep for the sockets that a Ray started here puts there."""
+    variable = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), None)
+    if variable is None:
+        return  # Ray takes /tmp
+    folder = os.environ[variable]
+    session = f"session_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}_{os.getpid()}"
+    length = len(os.fsencode(os.path.join(folder, "ray", session, "sockets", "plasma_store")))
+    if length > MAX_SOCKET_PATH:
+        most = MAX_SOCKET_PATH - length + len(os.fsencode(folder))
+        raise ValueError(
+            f"{variable}: expected a path of at most {most} bytes, since Ray's sockets lie far below it, found "
+            f"{len(os.fsencode(folder))}: {folder}; shorten {variable}, or set RAY_TMPDIR=/tmp"
+        )
+
+
+def check_address(address: str, source: str) -> None:
+    """ValueError if nothing answers like Ray at `address`, which the setting `source` names."""
+    target = find_running() if address == "auto" else address
+    if target is None:
+        raise ValueError(
+            f"{source} auto: expected a Ray that runs on this machine, found none; start one with `ray start --head`, "
+            f"or leave {source} out and one is started for the run"
+        )
+    match = re.fullmatch(r"(?:(\w+)://)?\[?(.+?)\]?:(\d+)/?", target)
+    if match is None:
+        raise ValueError(f"{source}: expected host:port, ray://host:port or auto, found {target}; correct it")
+    scheme, host, port = match[1], match[2], int(match[3])
+    trouble = _connection_trouble(host, port)
+    if trouble is None and scheme not in ("http", "https") and "RAY_USE_TLS" not in os.environ:
+        trouble = _answer_trouble(target.removeprefix(f"{scheme}://").rstrip("/"))
+    if trouble:
+        raise ValueError(
+            f"{source}: expected a Ray cluster at {target}, found none ({trouble}); correct {source}, or leave it out "
+            "and a Ray is started on this machine"
+        )
+
+
+def find_running() -> str | None:
+    """The address that Ray itself would take for "auto"."""
+    try:
+        return canonicalize_bootstrap_address("auto")
+    except ConnectionError:
+        return None
+
+
+def _connection_trouble(host: str, port: int) -> str | None:
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        return str(error)
+    return None
+
+
+def _answer_trouble(address: str) -> str | None:
+    """Whether what listens at `address` speaks gRPC, as Ray does."""
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=ANSWER_SECONDS)
+        except grpc.FutureTimeoutError:
+            return f"what listens there did not answer as Ray does within {ANSWER_SECONDS:.0f} s"
+    return None
+
+
+def prepare_environment(address: str | None) -> None:
+    """Set what Ray and its processes will read; to be called before a `ray.init` (`address` None: here)."""
+    hosts = re.findall(r"(?:\w+://)?\[?(.+?)\]?:\d+", address or "")
+    os.environ.update(without_proxy(os.environ, ray.util.get_node_ip_address(), *hosts))
+    if address is None:
+        # Ray would write a token for its own use into the user's home folder.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
+        # Ray runs its workers at nice 15: beside ordinary processes a whole run would starve.
+        os.environ.setdefault(NICENESS, "0")

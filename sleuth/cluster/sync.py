@@ -1,0 +1,41 @@
+"""The trainer's weights to every engine, and the proof that both then compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sleuth.cluster.rollout_group import RolloutGroup
+from sleuth.cluster.train_group import TrainGroup
+
+
+class SyncError(RuntimeError):
+    """The engines do not compute what the trainer computes."""
+
+
+def sync_weights(
+    trainer: TrainGroup, rollout: RolloutGroup, version: int, *, max_difference: float | None
+) -> dict[str, float]:
+    """Send the trainer's weights as `version`, then have both sides score the same tokens.
+
+    Returns metrics: the largest difference of log-probabilities over the probe, in nats. Raises SyncError when it
+    exceeds `max_difference` (None: whatever it is). Without engines there is nothing to do, and no metric.
+    """
+    if not rollout.engine_urls:
+        return {}
+    with rollout.deaths_explained():
+        trainer.push_weights(rollout.engine_urls, str(version))
+        expected = trainer.score(rollout.probe_ids)
+        difference = largest_difference(expected, rollout.probe_engines())
+    if max_difference is not None and not difference <= max_difference:  # also true for NaN
+        raise SyncError(
+            f"after weight update {version} an engine's log-probabilities differ from the trainer's by "
+            f"{difference:.2e} nats; expected at most --max-logprob-diff {max_difference:.2e}. "
+            "The engine holds other weights, or computes in another precision (--sglang-dtype)"
+        )
+    return {"train/rollout_logprob_abs_diff": difference}
+
+
+def largest_difference(expected: Sequence[float], by_engine: Sequence[Sequence[float]]) -> float:
+    """The largest |found - expected| over all engines and tokens; NaN if any is."""
+    differences = [abs(found - wanted) for engine in by_engine for found, wanted in zip(engine, expected, strict=True)]
+    return next((value for value in differences if value != value), max(differences))
