@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from sleuth.data_path import DataPath
 
 if TYPE_CHECKING:
     from sleuth.arguments.args import Args
@@ -278,8 +279,10 @@ def _overlong(args: Args) -> Iterator[str]:
 
 def _slices(args: Args) -> Iterator[str]:
     for path in (args.prompt_data, *(args.eval_prompt_data or [])):
-        if "@[" in path and not re.search(r"@\[-?\d*:-?\d*\]$", path):
-            yield f"expected a slice path@[a:b] with whole numbers a and b, found {path}; correct the brackets"
+        try:
+            DataPath.parse(path)
+        except ValueError as error:
+            yield str(error)
 
 
 def _evaluation(args: Args) -> Iterator[str]:
