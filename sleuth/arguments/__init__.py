@@ -8,7 +8,7 @@
 """
 
 from sleuth.arguments.args import Args
-from sleuth.arguments.files_check import check_files, read_config, read_hf_config, split_slice
+from sleuth.arguments.files_check import check_files, read_config, read_hf_config
 from sleuth.arguments.model_check import check_model, check_model_flags, check_tokenizer, model_flags
 from sleuth.arguments.parser import ArgumentsError, build_parser, parse_args, parse_args_or_exit
 from sleuth.arguments.run_flags import CheckpointArgs, Group
@@ -32,5 +32,4 @@ __all__ = [
     "parse_args_or_exit",
     "read_config",
     "read_hf_config",
-    "split_slice",
 ]

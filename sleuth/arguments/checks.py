@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sleuth.arguments.all_flags import AllFlags
+from sleuth.data_path import DataPath
 from sleuth.hooks.settings import may_be_secret
 
 
@@ -262,8 +262,10 @@ def _overlong(args: AllFlags) -> Iterator[str]:
 
 def _slices(args: AllFlags) -> Iterator[str]:
     for path in (args.prompt_data, *(args.eval_prompt_data or [])):
-        if "@[" in path and not re.search(r"@\[-?\d*:-?\d*\]$", path):
-            yield f"expected a slice path@[a:b] with whole numbers a and b, found {path}; correct the brackets"
+        try:
+            DataPath.parse(path)
+        except ValueError as error:
+            yield str(error)
 
 
 def _evaluation(args: AllFlags) -> Iterator[str]:

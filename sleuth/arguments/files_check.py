@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from sleuth.arguments.args import Args
 from sleuth.arguments.parser import ArgumentsError
 from sleuth.checkpoints import TRACKER, find_checkpoint, holds_checkpoint
+from sleuth.data_path import DataPath
 from sleuth.paths import nearest_existing
 
 
@@ -40,12 +40,6 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ArgumentsError(problem)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return config
-
-
-def split_slice(path: str) -> tuple[str, str | None]:
-    """`train.parquet@[0:30]` -> (`train.parquet`, `0:30`)."""
-    match = re.fullmatch(r"(.*)@\[([^\]]*)\]", path)
-    return (match[1], match[2]) if match else (path, None)
 
 
 def _model_problems(folder: Path) -> Iterator[str]:
@@ -90,14 +84,9 @@ def _data_problems(args: Args) -> Iterator[str]:
     named = {"--prompt-data": args.prompt_data}
     named |= {f"--eval-prompt-data {name}": path for name, path in args.eval_sets.items()}
     for what, path in named.items():
-        file, _ = split_slice(path)
-        if not Path(file).is_file() and not _may_be_on_hub(file):
-            yield f"{what}: expected a parquet or JSONL file, found none at {file}; correct the path"
-
-
-def _may_be_on_hub(file: str) -> bool:
-    """`owner/repo/file` of a hub data set, rather than a path with a typo: its first folder is not here."""
-    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+/[^@]+", file)) and not Path(file.split("/")[0]).exists()
+        data = DataPath.parse(path)
+        if not Path(data.path).is_file() and data.hub_file is None:
+            yield f"{what}: expected a parquet or JSONL file, found none at {data.path}; correct the path"
 
 
 def _package_problems(args: Args) -> Iterator[str]:

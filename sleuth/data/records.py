@@ -1,58 +1,49 @@
 """Reads rows from parquet and JSONL files: `path`, `path@[a:b]`, or a file of a Hugging Face data set.
 
-Knows nothing of prompts or tokenizers.
+Knows nothing of prompts or tokenizers. Only the columns and rows that are asked for are read.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import logging
-import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-logger = logging.getLogger(__name__)
+from sleuth.data_path import DataPath
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
-_SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
-_HUB_FILE = re.compile(r"^[\w.-]+/[\w.-]+/[^@]+$")
+BATCH_ROWS = 1024
+"""Rows of a parquet file that are turned into Python objects at a time."""
+BUFFER_BYTES = 1 << 16
+"""How far a parquet column is read ahead. Without a buffer a look at the first rows reads all of the column."""
 
-
-@dataclass(frozen=True, slots=True)
-class DataPath:
-    """A file and the rows wanted of it, as `parse("file.parquet@[0:100]")` gives them."""
-
-    path: str
-    rows: slice
-
-    @classmethod
-    def parse(cls, text: str) -> DataPath:
-        """ValueError if there is an `@[` that is not a slice `@[a:b]`; either bound may be missing or negative."""
-        match = _SLICE.match(text)
-        if match is None:
-            if "@[" in text:
-                raise ValueError(f"expected path@[a:b] with whole numbers a and b, found {text!r}")
-            return cls(text, slice(None))
-        start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
-        return cls(match["path"], slice(start, stop))
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Rows of a file: `rows[i]` is row `first + i` of the file; `columns` are the names found in it."""
+    """Rows of a file: `rows[i]` is row `first + i` of the file; `columns` are the names found in it.
+
+    A row holds the columns that were asked for, as far as the file has them.
+    """
 
     path: str
     first: int
     columns: list[str]
-    rows: list[dict[str, Any]]
+    rows: list[Row]
+
+    @property
+    def padded(self) -> bool:
+        """Whether a null inside a value may be padding: Arrow gives all dictionaries of a column the same keys."""
+        return self.path.endswith(".parquet")
 
     def require(self, column: str, flag: str) -> None:
         """ValueError naming the columns found, if `column` is not one of them; `flag` says who asked for it."""
@@ -63,86 +54,151 @@ class Records:
             )
 
 
-def read_records(text: str, limit: int | None = None) -> Records:
-    """The rows that `path[@[a:b]]` names, or only the first `limit` of them.
+def read_records(text: str, columns: Collection[str] | None = None, limit: int | None = None) -> Records:
+    """The rows that `path[@[a:b]]` names, or only the first `limit` of them, with these columns [all].
 
-    Values are plain Python: numpy arrays and scalars become lists and numbers. A path `owner/repo/file` that is not
-    here is fetched from the data sets of the Hugging Face hub. ValueError for an unknown kind of file, a
-    broken file or line, or no rows at all; FileNotFoundError if the file is neither here nor there.
+    Values are plain Python; an Arrow map becomes a dictionary. A path `owner/repo/file` that is not here is fetched
+    from the data sets of the Hugging Face hub. ValueError for an unknown kind of file, a broken file or line, or no
+    rows at all; FileNotFoundError if the file is neither here nor there.
     """
     wanted = DataPath.parse(text)
-    path = _local_file(wanted.path)
+    path = _local_file(wanted)
     if not path.name.endswith(SUFFIXES):
         raise ValueError(f"expected a file that ends in {', '.join(SUFFIXES)}, found {wanted.path}")
     read = _read_parquet if path.suffix == ".parquet" else _read_jsonl
-    columns, rows, total = read(path, wanted.rows, limit)
+    start, stop = _bounds(path, wanted.rows, limit)
+    found, rows = read(path, start, stop, columns)
     if not rows:
-        raise ValueError(f"{text} has no rows (the file has {total}); give another file or slice")
-    first, _, _ = wanted.rows.indices(total)
-    return Records(wanted.path, first, columns, rows)
+        raise ValueError(f"{text} has no rows (the file has {_count_rows(path)}); give another file or slice")
+    return Records(wanted.path, start, found, rows)
 
 
-def _local_file(path: str) -> Path:
+def _local_file(wanted: DataPath) -> Path:
+    path = wanted.path
     if Path(path).is_file():
         return Path(path)
-    if Path(path).is_absolute() or path.startswith(".") or not _HUB_FILE.match(path):
+    if wanted.hub_file is None:
         raise FileNotFoundError(f"no file {path} here; expected a parquet or JSONL file, or owner/repo/file of the hub")
     from huggingface_hub import hf_hub_download
 
-    owner, repo, file = path.split("/", 2)
+    repo, file = wanted.hub_file
     try:
-        return Path(hf_hub_download(f"{owner}/{repo}", file, repo_type="dataset"))
+        return Path(hf_hub_download(repo, file, repo_type="dataset"))
     except Exception as error:
         raise FileNotFoundError(
-            f"no file {path} here, and the Hugging Face hub did not give {file} of the data set {owner}/{repo}: {error}"
+            f"no file {path} here, and the Hugging Face hub did not give {file} of the data set {repo}: {error}"
         ) from error
 
 
-def _read_parquet(path: Path, wanted: slice, limit: int | None) -> tuple[list[str], list[dict[str, Any]], int]:
+def _bounds(path: Path, wanted: slice, limit: int | None) -> tuple[int, int | None]:
+    """The first row and the one after the last [the end], counted from the file's start."""
+    start, stop = wanted.start or 0, wanted.stop
+    if start < 0 or (stop is not None and stop < 0):
+        start, stop, _ = wanted.indices(_count_rows(path))
+    if limit is not None:
+        stop = start + limit if stop is None else min(stop, start + limit)
+    return start, None if stop is None else max(start, stop)
+
+
+def _count_rows(path: Path) -> int:
+    if path.suffix != ".parquet":
+        return sum(1 for _ in _lines(path))
+    with _open_parquet(path) as file:
+        return int(file.metadata.num_rows)
+
+
+def _open_parquet(path: Path) -> pq.ParquetFile:
     try:
-        table = pq.read_table(path)
+        return pq.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES)
     except (pa.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"expected a parquet file, found none that can be read at {path} ({reason}); write or download it again"
-        ) from error
-    start, stop, _ = wanted.indices(table.num_rows)
-    rows = table.slice(start, max(0, stop - start))[:limit].to_pylist()
-    return table.column_names, [plain(row) for row in rows], table.num_rows
+        raise _unreadable(path, error) from error
 
 
-def _read_jsonl(path: Path, wanted: slice, limit: int | None) -> tuple[list[str], list[dict[str, Any]], int]:
-    rows = []
+def _read_parquet(
+    path: Path, start: int, stop: int | None, columns: Collection[str] | None
+) -> tuple[list[str], list[Row]]:
+    rows: list[Row] = []
+    with _open_parquet(path) as file:
+        found = file.schema_arrow.names
+        wanted = found if columns is None else [name for name in found if name in columns]
+        try:
+            for batch in _batches(file, start, stop, wanted):
+                rows += _plain_rows(batch.select(wanted), path, start + len(rows))
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(path, error) from error
+    return found, rows
+
+
+def _batches(file: pq.ParquetFile, start: int, stop: int | None, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    """The rows [start, stop) of a parquet file; row groups before and after them are not read."""
+    stop = file.metadata.num_rows if stop is None else stop
+    before = 0
+    for group in range(file.metadata.num_row_groups):
+        size = file.metadata.row_group(group).num_rows
+        if max(before, start) < min(before + size, stop):
+            row = before
+            for batch in file.iter_batches(min(BATCH_ROWS, stop - start), row_groups=[group], columns=columns):
+                yield batch.slice(max(0, start - row), max(0, min(stop, row + len(batch)) - max(start, row)))
+                row += len(batch)
+                if row >= stop:
+                    return
+        before += size
+
+
+def _plain_rows(batch: pa.RecordBatch, path: Path, first: int) -> list[Row]:
+    try:
+        rows: list[Row] = batch.to_pylist(maps_as_pydicts="strict")
+        return rows
+    except (UnicodeDecodeError, KeyError) as error:  # a text that is not UTF-8, a map with a key twice
+        if len(batch) == 1:
+            raise ValueError(f"row {first} of {path} cannot be read: {error}; write it anew") from error
+    return [row for i in range(len(batch)) for row in _plain_rows(batch.slice(i, 1), path, first + i)]
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    reason = str(error).partition("\n")[0]
+    if isinstance(error, PermissionError):
+        return ValueError(f"expected a file that may be read, found {path} ({reason}); change its permissions")
+    if isinstance(error, pa.ArrowNotImplementedError | MemoryError):
+        return ValueError(
+            f"{path} is a parquet file, but pyarrow cannot read it ({reason}); write it anew, more simply"
+        )
+    return ValueError(
+        f"expected a parquet file, found none that can be read at {path} ({reason}); write or download it again"
+    )
+
+
+def _read_jsonl(
+    path: Path, start: int, stop: int | None, columns: Collection[str] | None
+) -> tuple[list[str], list[Row]]:
+    rows: list[Row] = []
+    found: dict[str, None] = {}
+    for number, line in islice(_lines(path), start, stop):
+        row = _parse_line(line, path, number)
+        found.update(dict.fromkeys(row))
+        rows.append(row if columns is None else {name: value for name, value in row.items() if name in columns})
+    return list(found), rows
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines that hold something, with their numbers from 1. Only `\\n` ends a line."""
     try:
         opened = gzip.open if path.suffix == ".gz" else open
-        with opened(path, "rt", encoding="utf-8-sig") as file:  # some editors begin a file with a byte order mark
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    rows.append(_parse_line(line, path, number))
+        with opened(
+            path, "rt", encoding="utf-8-sig", newline="\n"
+        ) as file:  # some editors begin with a byte order mark
+            yield from ((number, line) for number, line in enumerate(file, start=1) if line.strip())
     except (UnicodeDecodeError, EOFError, OSError, zlib.error) as error:  # not UTF-8, cut short, not gzip, damaged
         raise ValueError(
             f"expected JSONL in UTF-8, found what cannot be read in {path} ({error}); write or download it again"
         ) from error
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    return columns, rows[wanted][:limit], len(rows)
 
 
-def _parse_line(line: str, path: Path, number: int) -> dict[str, Any]:
+def _parse_line(line: str, path: Path, number: int) -> Row:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"line {number} of {path} is not JSON: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object on line {number} of {path}, found {type(row).__name__}")
     return row
-
-
-def plain(value: Any) -> Any:
-    """`value` with numpy arrays and scalars inside it as Python lists and numbers."""
-    if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist())
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [plain(item) for item in value]
-    return value

@@ -1,14 +1,17 @@
 """Reading rows: slices, file kinds, hub paths, and the errors a user can run into."""
 
 import gzip
+import io
 import json
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from sleuth.data.records import DataPath, plain, read_records
+from sleuth.data.records import read_records
 
 ROWS = [{"prompt": f"p{i}", "reward_model": {"ground_truth": {"target": [str(i)]}}} for i in range(5)]
 
@@ -18,7 +21,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     path = tmp_path / request.param
     text = "\n".join(map(json.dumps, ROWS)) + "\n\n"
     if path.suffix == ".parquet":
-        pd.DataFrame(ROWS).to_parquet(path)
+        pd.DataFrame(ROWS).to_parquet(path, row_group_size=2)
     elif path.suffix == ".gz":
         path.write_bytes(gzip.compress(text.encode()))
     else:
@@ -34,6 +37,9 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         ("@[:2]", ROWS[:2], 0),
         ("@[-2:]", ROWS[-2:], 3),
         ("@[3:99]", ROWS[3:], 3),
+        ("@[:-3]", ROWS[:2], 0),
+        ("@[-99:-4]", ROWS[:1], 0),
+        ("@[1:-1]", ROWS[1:4], 1),
     ],
 )
 def test_slices_of_every_kind_of_file(path: Path, text: str, rows: list[dict], first: int) -> None:
@@ -42,8 +48,16 @@ def test_slices_of_every_kind_of_file(path: Path, text: str, rows: list[dict], f
 
 
 def test_only_the_first_rows(path: Path) -> None:
-    records = read_records(f"{path}@[1:]", limit=2)
-    assert (records.rows, records.first, records.columns) == (ROWS[1:3], 1, ["prompt", "reward_model"])
+    for text, first in (("@[1:]", 1), ("@[-4:]", 1), ("@[1:-1]", 1), ("@[2:]", 2)):
+        records = read_records(f"{path}{text}", limit=2)
+        assert (records.rows, records.first) == (ROWS[first : first + 2], first)
+        assert records.columns == ["prompt", "reward_model"]
+
+
+def test_only_the_columns_that_are_wanted(path: Path) -> None:
+    records = read_records(f"{path}@[1:3]", columns={"prompt", "other"})
+    assert (records.rows, records.columns) == ([{"prompt": "p1"}, {"prompt": "p2"}], ["prompt", "reward_model"])
+    assert read_records(str(path), columns=["other"]).columns == ["prompt", "reward_model"]
 
 
 @pytest.mark.parametrize(
@@ -69,16 +83,10 @@ def test_a_packed_file_that_is_damaged(tmp_path: Path) -> None:
         read_records(str(tmp_path / "a.jsonl.gz"))
 
 
-@pytest.mark.parametrize("text", ["@[5:9]", "@[3:2]"])
+@pytest.mark.parametrize("text", ["@[5:9]", "@[3:2]", "@[-2:1]", "@[0:0]"])
 def test_an_empty_slice_is_an_error(path: Path, text: str) -> None:
     with pytest.raises(ValueError, match=r"has no rows \(the file has 5\)"):
         read_records(f"{path}{text}")
-
-
-@pytest.mark.parametrize("text", ["a.parquet@[1]", "a.parquet@[a:b]", "a.parquet@[1:2:3]", "a.parquet@[1:2"])
-def test_a_broken_slice_is_named(text: str) -> None:
-    with pytest.raises(ValueError, match=r"expected path@\[a:b\]"):
-        DataPath.parse(text)
 
 
 def test_a_missing_column_names_those_found(path: Path) -> None:
@@ -127,12 +135,103 @@ def test_the_hubs_refusal_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
         read_records("a/b/train.parquet")
 
 
-def test_numpy_becomes_plain() -> None:
-    value = {"a": np.array([{"role": "user"}], dtype=object), "b": np.int64(3), "c": [np.float32(0.5)]}
-    assert plain(value) == {"a": [{"role": "user"}], "b": 3, "c": [0.5]}
-
-
 def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}\n')
     assert read_records(str(path)).rows == [{"prompt": "a"}, {"prompt": "b"}]
+
+
+def test_lines_end_at_a_line_feed_only(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "where\u2028is\u0085it?\x7f"}\r\n{"prompt":\r"b"}\n', encoding="utf-8", newline="")
+    assert read_records(str(path)).rows == [{"prompt": "where\u2028is\u0085it?\x7f"}, {"prompt": "b"}]
+
+
+def test_what_comes_after_the_rows_wanted_is_not_read(tmp_path: Path) -> None:
+    (path := tmp_path / "rows.jsonl").write_text('{"a": 1}\n{"a": 2}\nno JSON\n')
+    assert read_records(str(path), limit=2).rows == [{"a": 1}, {"a": 2}]
+    assert read_records(f"{path}@[1:2]").rows == [{"a": 2}]
+
+
+@pytest.fixture
+def half_damaged(tmp_path: Path) -> Path:
+    """Two columns, 200 rows in two row groups; the bytes of `unused` and of the second group are overwritten."""
+    path = tmp_path / "rows.parquet"
+    table = pa.table({"prompt": [f"{i}" * 50 for i in range(200)], "unused": [["x" * 50, str(i)] for i in range(200)]})
+    pq.write_table(table, path, row_group_size=100, compression="none", use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    meta = pq.read_metadata(path)
+    for group, column in ((0, 1), (1, 0), (1, 1)):
+        chunk = meta.row_group(group).column(column)
+        data[chunk.data_page_offset : chunk.data_page_offset + chunk.total_compressed_size] = (
+            b"\xff" * chunk.total_compressed_size
+        )
+    path.write_bytes(data)
+    return path
+
+
+def test_columns_and_row_groups_that_are_not_wanted_are_not_read(half_damaged: Path) -> None:
+    records = read_records(f"{half_damaged}@[:100]", columns=["prompt"])
+    assert [row["prompt"] for row in records.rows] == [f"{i}" * 50 for i in range(100)]
+    assert records.columns == ["prompt", "unused"]
+    for text, columns in (("@[:100]", ["unused"]), ("", ["prompt"])):
+        with pytest.raises(ValueError, match="download it again"):
+            read_records(f"{half_damaged}{text}", columns=columns)
+
+
+def test_a_look_at_the_first_rows_reads_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.parquet"
+    texts = [f"{i:09}" * 100 for i in range(20_000)]
+    pq.write_table(pa.table({"prompt": texts, "unused": texts}), path, compression="none", use_dictionary=False)
+    opened: list[CountingFile] = []
+    real = pq.ParquetFile
+
+    def parquet_file(path: Path, **options: Any) -> pq.ParquetFile:
+        opened.append(CountingFile(path))
+        return real(pa.PythonFile(opened[-1], mode="r"), **options)
+
+    monkeypatch.setattr("sleuth.data.files.pq.ParquetFile", parquet_file)
+    assert len(read_records(str(path), ["prompt"], limit=16).rows) == 16
+    assert path.stat().st_size > 36_000_000
+    assert sum(file.count for file in opened) < 3_000_000
+
+
+class CountingFile(io.FileIO):
+    """A file that knows how many bytes were read of it."""
+
+    count = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size) or b""
+        self.count += len(data)
+        return data
+
+
+def test_a_file_that_pyarrow_cannot_read_is_not_to_be_downloaded_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path.suffix != ".parquet":
+        pytest.skip("of parquet files only")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise pa.ArrowNotImplementedError("nested data conversions")
+
+    monkeypatch.setattr("sleuth.data.files._batches", refuse)
+    with pytest.raises(ValueError, match=r"pyarrow cannot read it \(nested data conversions\)") as error:
+        read_records(str(path))
+    assert "download" not in str(error.value)
+
+
+def test_a_map_is_a_dictionary(tmp_path: Path) -> None:
+    kind = pa.map_(pa.string(), pa.list_(pa.string()))
+    pq.write_table(pa.table({"label": pa.array([[("target", ["a"])], None], kind)}), tmp_path / "m.parquet")
+    assert read_records(str(tmp_path / "m.parquet")).rows == [{"label": {"target": ["a"]}}, {"label": None}]
+
+
+def test_a_text_that_is_not_utf8_names_its_row(tmp_path: Path) -> None:
+    binary = pa.array([b"fine", b"Par\xed\xa0\xb5is"], pa.binary())
+    pq.write_table(
+        pa.table({"prompt": pa.Array.from_buffers(pa.string(), 2, binary.buffers())}), tmp_path / "b.parquet"
+    )
+    with pytest.raises(ValueError, match=r"row 1 of .*b.parquet cannot be read"):
+        read_records(str(tmp_path / "b.parquet"))
