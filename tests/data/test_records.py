@@ -190,7 +190,7 @@ def test_a_look_at_the_first_rows_reads_little(tmp_path: Path, monkeypatch: pyte
         opened.append(CountingFile(path))
         return real(pa.PythonFile(opened[-1], mode="r"), **options)
 
-    monkeypatch.setattr("sleuth.data.files.pq.ParquetFile", parquet_file)
+    monkeypatch.setattr("sleuth.data.records.pq.ParquetFile", parquet_file)
     assert len(read_records(str(path), ["prompt"], limit=16).rows) == 16
     assert path.stat().st_size > 36_000_000
     assert sum(file.count for file in opened) < 3_000_000
@@ -216,7 +216,7 @@ def test_a_file_that_pyarrow_cannot_read_is_not_to_be_downloaded_again(
     def refuse(*_: Any, **__: Any) -> None:
         raise pa.ArrowNotImplementedError("nested data conversions")
 
-    monkeypatch.setattr("sleuth.data.files._batches", refuse)
+    monkeypatch.setattr("sleuth.data.records._batches", refuse)
     with pytest.raises(ValueError, match=r"pyarrow cannot read it \(nested data conversions\)") as error:
         read_records(str(path))
     assert "download" not in str(error.value)
