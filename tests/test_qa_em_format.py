@@ -1,30 +1,17 @@
-"""The format-aware exact match: the shared cases, SQuAD's own normalisation, labels as parquet gives them."""
+"""The format-aware exact match: the shared cases, the format, the answer that counts."""
 
 from __future__ import annotations
 
 import json
-import re
-import string
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qa_em_format import (
-    compute_score_em,
-    em_check,
-    extract_solution,
-    is_retrieval_correct,
-    is_valid_sequence,
-    normalize_answer,
-    parse_golden_answers,
-    score_response,
-    token_f1,
-)
+from qa_em_format import compute_score_em, score_response, split_segments
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "cases/reward.jsonl").open()]
 WEIGHTS = {"score": 1.0, "format_score": 0.2, "retrieval_score": 0.1, "final_format_score": 0.1}
@@ -79,9 +66,9 @@ def test_cases_as_plain_strings(case: dict[str, Any]) -> None:
     ],
 )
 def test_why_a_format_is_invalid(text: str, reason: str) -> None:
-    valid, found = is_valid_sequence(text)
-    assert not valid
-    assert reason in found
+    result = score_response(split_segments(text), "Paris")
+    assert not result.valid_format
+    assert reason in (result.invalid_reason or "")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +82,7 @@ def test_why_a_format_is_invalid(text: str, reason: str) -> None:
     ],
 )
 def test_valid_formats(text: str) -> None:
-    assert is_valid_sequence(text) == (True, "valid")
+    assert score_response(split_segments(text), "Paris").invalid_reason is None
 
 
 def test_an_end_of_turn_token_of_its_own_is_named() -> None:
@@ -121,8 +108,8 @@ def test_an_end_of_turn_token_of_its_own_is_named() -> None:
         ("<|start_header_id|>assistant<|end_header_id|>\n\n<answer>a</answer>", "a"),
     ],
 )
-def test_extract_solution(text: str, answer: str | None) -> None:
-    assert extract_solution(text) == answer
+def test_which_answer_counts(text: str, answer: str | None) -> None:
+    assert score_response(split_segments(text), "Paris").answer == answer
 
 
 def test_the_tag_of_a_turn_does_not_close_in_the_next() -> None:
@@ -146,8 +133,34 @@ def test_partial_credit() -> None:
     assert score_response(
         [("model", "<answer>York City</answer>")], "New York City", metric="f1"
     ).reward == pytest.approx(0.6)
-    assert token_f1("the big apple", ["apple", "pear"]) == pytest.approx(2 / 3)
-    assert token_f1("the", ["the"]) == 0.0
+
+
+@pytest.mark.parametrize(("answer", "gold"), [("A", "A"), ("a", "A"), ("+", "+"), ("The", "the")])
+def test_an_article_or_a_mark_is_an_answer(answer: str, gold: str) -> None:
+    result = score_response([("model", f"<think>x</think><answer>{answer}</answer>")], [gold])
+    assert (result.exact_match, result.f1, result.reward) == (True, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("answer", ["B", "The", "an", "+", " "])
+def test_another_answer_than_an_article_is_wrong(answer: str) -> None:
+    result = score_response([("model", f"<think>x</think><answer>{answer}</answer>")], ["A"])
+    assert (result.exact_match, result.f1) == (False, 0.0)
+
+
+def test_a_tag_in_a_passage_and_the_models_own_text_are_no_hit() -> None:
+    assert not score_response(split_segments("<think>Paris</think>" + GOOD), "Paris").retrieval_hit
+    assert not score_response(split_segments("<information>Paris</information>"), "Paris").retrieval_hit
+    assert score_response(split_segments(TURN + information("Paris")), "Paris").retrieval_hit
+
+
+def test_numbers_can_be_told_apart() -> None:
+    segments = [("model", TURN), ("observation", information("It is 3.5 km.")), ("model", GOOD)]
+    assert score_response(segments, "3.5", keep_numbers=True).retrieval_hit
+    assert not score_response(segments, "35", keep_numbers=True).retrieval_hit
+
+
+def test_without_an_accepted_answer_nothing_is_right() -> None:
+    assert score_response([("model", GOOD)], None).reward == pytest.approx(0.2)
 
 
 parts = st.one_of(
@@ -167,175 +180,6 @@ def test_every_trajectory_has_one_of_six_rewards(segments: list[tuple[str, str]]
     assert not (result.valid_format and result.answer is None)
     model_text = "".join(text for source, text in segments if source == "model")
     assert result.answer is None or result.answer in model_text
-
-
-# --- Normalisation ---
-
-
-def squad_normalize(text: str) -> str:
-    """As the official SQuAD evaluation script states it."""
-    text = "".join(c for c in text.lower() if c not in set(string.punctuation))
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
-
-
-@given(st.text(st.characters(max_codepoint=127)))
-def test_agrees_with_squad_on_ascii(text: str) -> None:
-    assert normalize_answer(text) == squad_normalize(text)
-
-
-@given(st.lists(st.sampled_from(["the", "a", "An", "U.S.", "-", "x_y", "3.5", "\n", "'s", "Paris"])).map(" ".join))
-def test_agrees_with_squad_on_words(text: str) -> None:
-    assert normalize_answer(text) == squad_normalize(text)
-
-
-@given(st.text())
-def test_any_text_can_be_normalised(text: str) -> None:
-    normal = normalize_answer(text)
-    assert normal == " ".join(normal.split())
-    assert normalize_answer(text, keep_numbers=True) is not None
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("北京。", "北京"),
-        ("２０１７", "2017"),
-        ("Schindler’s List", "Schindler's List"),
-        ("Schindler´s List", "Schindler's List"),
-        ("1914–1918", "1914-1918"),
-        ("−5", "-5"),
-        ("STRASSE", "Straße"),
-        ("«Paris»", "Paris"),
-        ("¿Qué?", "qué"),
-        ("new\u00a0york", "New York"),
-        ("co\u00adoperate", "cooperate"),
-        ("\ufeffParis\u200b", "Paris"),
-        ("Google™", "google"),
-        ("e\u0301", "é"),
-        ("€5", "$5"),
-        ("ﬁne", "fine"),
-    ],
-)
-def test_unicode(one: str, other: str) -> None:
-    assert normalize_answer(one) == normalize_answer(other) != ""
-    assert em_check(one, [other])
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("3.5", "3.5"),
-        ("35", "35"),
-        ("-5", "-5"),
-        ("−5 °C", "-5 °c"),
-        ("1914-1918", "19141918"),
-        ("1,000.", "1000"),
-        ("U.S. v. 5", "us v 5"),
-        ("No.5", "no5"),
-        ("-.5", "-.5"),
-        ("wait...5", "wait5"),
-    ],
-)
-def test_keep_numbers(text: str, expected: str) -> None:
-    assert normalize_answer(text, keep_numbers=True) == expected
-
-
-def test_numbers_apart() -> None:
-    assert em_check("3.5", "35")
-    assert not em_check("3.5", "35", keep_numbers=True)
-    assert not em_check("-5", "5", keep_numbers=True)
-    assert em_check("The 3.5!", "3.5", keep_numbers=True)
-    segments = [("model", TURN), ("observation", information("It is 3.5 km.")), ("model", GOOD)]
-    assert score_response(segments, "3.5", keep_numbers=True).retrieval_hit
-    assert not score_response(segments, "5", keep_numbers=True).retrieval_hit
-    assert not score_response(segments, "35", keep_numbers=True).retrieval_hit
-
-
-# --- Hits ---
-
-
-@pytest.mark.parametrize(
-    ("passage", "gold", "hit"),
-    [
-        ("take the bus", "US", False),
-        ("the U.S. army", "US", True),
-        ("(Paris)", "Paris", True),
-        ("Paris's streets", "Paris", True),
-        ("Paris.Lyon", "Lyon", True),
-        ("don't", "don", False),
-        ("in 1914–1918", "1918", True),
-        ("in 19181", "1918", False),
-        ("The Lord of the Rings", "Lord of Rings", True),
-        ("中国的首都是北京，人口很多", "北京", True),
-        ("美国NASA宣布", "NASA", True),
-        ("서울은 수도이다", "서울", True),
-        ("ประเทศไทยกรุงเทพ", "กรุงเทพ", True),
-        ("Москвабад", "Москва", False),
-        ("हिन्दी", "हिन", False),
-        ("anything", "?!", False),
-        ("Doc", "Title", False),
-        ("anything", "Doc 1", False),
-        ("anything", "information", False),
-        ("the Beatles", "The Beatles", True),
-    ],
-)
-def test_hits_are_whole_words(passage: str, gold: str, hit: bool) -> None:
-    assert is_retrieval_correct(TURN + information(passage), gold) is hit
-
-
-def test_no_hit_across_passages() -> None:
-    text = TURN + information("New\nDoc 2(Title: York) City")
-    assert not is_retrieval_correct(text, "New York")
-    assert is_retrieval_correct(text, "York City")
-
-
-def test_what_the_model_writes_is_no_hit() -> None:
-    assert not is_retrieval_correct("<think>Paris</think>" + GOOD, "Paris")
-    assert not is_retrieval_correct("<information>Paris</information>", "Paris")
-
-
-# --- Labels ---
-
-
-@pytest.mark.parametrize(
-    ("label", "answers"),
-    [
-        ("Paris", ["Paris"]),
-        (["a", "b", "a"], ["a", "b"]),
-        (np.array(["a", "b"], dtype=object), ["a", "b"]),
-        (np.array([1, 2]), ["1", "2"]),
-        (np.int64(7), ["7"]),
-        (np.float64(7.0), ["7"]),
-        (3.5, ["3.5"]),
-        (None, []),
-        (float("nan"), []),
-        ([None, "a"], ["a"]),
-        (True, ["True"]),
-        ({"target": np.array(["a"], dtype=object)}, ["a"]),
-        ({"ground_truth": {"target": ["a"]}, "style": "rule"}, ["a"]),
-        ('{"ground_truth": {"target": ["a", "b"]}}', ["a", "b"]),
-        ('["a", "b"]', ["a", "b"]),
-        ("[a]", ["[a]"]),
-        ('{"x": 1}', ['{"x": 1}']),
-        ("{}", ["{}"]),
-        (b"caf\xc3\xa9", ["café"]),
-        ([["a"], ("b",)], ["a", "b"]),
-        ("7", ["7"]),
-    ],
-)
-def test_labels(label: Any, answers: list[str]) -> None:
-    assert parse_golden_answers(label) == answers
-
-
-def test_a_label_without_answers_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"needs one of .* found .'style'"):
-        parse_golden_answers({"style": "rule"})
-
-
-def test_no_golden_answer_matches_nothing() -> None:
-    assert not em_check("", None)
-    assert not em_check("None", None)
-    assert score_response([("model", GOOD)], None).reward == pytest.approx(0.2)
 
 
 # --- Time ---

@@ -1,0 +1,377 @@
+"""Answers to questions: reads the accepted ones from a label, compares one with them, finds them in passages.
+
+Answers are compared after SQuAD's normalisation (Rajpurkar et al. 2016, the official evaluation script), extended to
+Unicode. What a right answer is worth is not decided here but by the reward (`qa_em_format.py`). Everything is linear in
+the length of the texts.
+"""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import io
+import json
+import re
+import string
+import tokenize
+import unicodedata
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from numbers import Number
+from typing import Any
+
+# --- Comparing ---
+
+
+def normalize_answer(text: str, keep_numbers: bool = False) -> str:
+    """SQuAD's normalisation: lower case, no punctuation, no English articles, single spaces.
+
+    Equal to SQuAD's on ASCII. Beyond it: compatibility forms (NFKC), case folding, Unicode's punctuation
+    and mathematical, currency and modifier symbols count as punctuation, and format characters vanish.
+    `keep_numbers` keeps a sign before a number and a point inside it, so that "3.5" is not "35", nor "-5" "5".
+    """
+    return _join(_without_punctuation(_fold(text, keep_numbers)))
+
+
+def answer_key(text: str, keep_numbers: bool = False) -> str:
+    """What decides whether two answers are equal: the normalised text or, where nothing is left of it, the text itself.
+
+    So "A", "The", "+" and "A+" are answers too, each equal to nothing but itself. Case, spaces, compatibility forms
+    and a sentence's marks around it ("A.", "(A)") still make no difference. Empty for a blank text only.
+    """
+    return normalize_answer(text, keep_numbers) or _as_written(text)
+
+
+def em_check(prediction: str, golden_answers: Any, keep_numbers: bool = False) -> bool:
+    """Whether the prediction equals an accepted answer of the label; nothing equals a blank."""
+    return GoldAnswers.of(golden_answers, keep_numbers).compare(prediction)[0]
+
+
+def token_f1(prediction: str, golden_answers: Any, keep_numbers: bool = False) -> float:
+    """SQuAD's token F1 against the nearest accepted answer of the label, 0 to 1."""
+    return GoldAnswers.of(golden_answers, keep_numbers).compare(prediction)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class GoldAnswers:
+    """The accepted answers of a label, made ready for comparing."""
+
+    keys: frozenset[str]
+    """The `answer_key` of each."""
+    normalised: tuple[str, ...]
+    """Each normalised, without those of which nothing is left: what token F1 and passages are compared with."""
+    keep_numbers: bool = False
+
+    @classmethod
+    def of(cls, label: Any, keep_numbers: bool = False) -> GoldAnswers:
+        """Those of a label in any of the shapes that `parse_golden_answers` reads; ValueError as it says."""
+        return _gold_answers(tuple(parse_golden_answers(label)), keep_numbers)
+
+    def compare(self, prediction: str) -> tuple[bool, float]:
+        """Whether the prediction equals one of them, and its token F1 against the nearest.
+
+        Token F1 is 1.0 for an equal, and 0.0 for another where normalisation leaves nothing of either.
+        """
+        predicted = normalize_answer(prediction, self.keep_numbers)
+        if (predicted or _as_written(prediction)) in self.keys:
+            return True, 1.0
+        return False, max((_f1(predicted, gold) for gold in self.normalised), default=0.0)
+
+    def found_in(self, observations: Iterable[str]) -> bool:
+        """Whether one of them stands, as whole words, within a passage of an observation.
+
+        An answer of which normalisation leaves nothing is never found: nearly every passage has an "a" or a "+".
+        """
+        golden = self.normalised
+        return bool(golden) and any(_observation_hits(_fold(text, self.keep_numbers), golden) for text in observations)
+
+
+@lru_cache(maxsize=4096)
+def _gold_answers(answers: tuple[str, ...], keep_numbers: bool) -> GoldAnswers:
+    """Cached, as the samples of a group share their label."""
+    normalised = dict.fromkeys(normalize_answer(answer, keep_numbers) for answer in answers)
+    keys = frozenset(answer_key(answer, keep_numbers) for answer in answers)
+    return GoldAnswers(keys - {""}, tuple(filter(None, normalised)), keep_numbers)
+
+
+def _f1(predicted: str, gold: str) -> float:
+    common = sum((Counter(predicted.split()) & Counter(gold.split())).values())
+    return 2 * common / (len(predicted.split()) + len(gold.split())) if common else 0.0
+
+
+# --- Passages ---
+
+
+def _observation_hits(folded: str, golden: Sequence[str]) -> bool:
+    candidates = [
+        (gold, pattern) for gold, pattern in zip(golden, map(_spelled, golden), strict=True) if pattern.search(folded)
+    ]
+    if not candidates:
+        return False
+    passages = _PASSAGE_HEAD.split(folded.replace("<information>", "\n").replace("</information>", "\n"))
+    return any(
+        _passage_hits(passage, gold) for passage in passages for gold, pattern in candidates if pattern.search(passage)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _spelled(gold: str) -> re.Pattern[str]:
+    """A gold answer's longest word as it may be spelled, punctuation in between: without a match there is no hit."""
+    word = max(gold.split(), key=len)
+    return re.compile(
+        r"(?:[^\w\s]|_)*".join(re.escape(character) for character in word if character not in "-.") or "-"
+    )
+
+
+def _passage_hits(passage: str, gold: str) -> bool:
+    """Whether a gold answer stands in a folded passage, with its punctuation deleted or read as spaces."""
+    return _stands_in(gold, _join(_without_punctuation(passage))) or _stands_in(gold, _join(_spaced(passage)))
+
+
+def _stands_in(gold: str, text: str) -> bool:
+    """Whether the gold answer occurs in the text between word boundaries."""
+    start = text.find(gold)
+    while start >= 0:
+        if _is_boundary(text, start) and _is_boundary(text, start + len(gold)):
+            return True
+        start = text.find(gold, start + 1)
+    return False
+
+
+def _is_boundary(text: str, index: int) -> bool:
+    """Whether no word goes on across the index; scripts without spaces may be cut anywhere."""
+    return index in (0, len(text)) or not (_goes_on(text[index - 1]) and _goes_on(text[index]))
+
+
+def _goes_on(character: str) -> bool:
+    if character.isascii():
+        return character.isalnum() or character in "-."
+    if _SCRIPTS_WITHOUT_SPACES.match(character):
+        return False
+    return character.isalnum() or unicodedata.category(character)[0] == "M"
+
+
+# --- Text ---
+
+_PASSAGE_HEAD = re.compile(r"\ndoc \d+\(title: ")
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_SIGN = re.compile(r"(?<![\w.])-(?=\.?\d)")
+_POINT = re.compile(r"(?<![^\W\d])(?<!\.)\.(?=\d)")
+_KEPT_SIGN, _KEPT_POINT = "\ue000", "\ue001"
+"""Private characters that stand for a kept sign or point while punctuation goes."""
+_POSSESSIVE = re.compile(r"'s\b")
+_SCRIPTS_WITHOUT_SPACES = re.compile(
+    # Thai, Lao, Tibetan; Burmese; Khmer; Han radicals to kana; Han; Hangul (its particles follow without a space)
+    r"[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u2e80-\u2fdf\u3005-\u30ff\u3400-\u9fff\uac00-\ud7af"
+    r"\uf900-\ufaff\U00020000-\U0003ffff]"
+)
+_PLAIN = str.maketrans({"\u2019": "'", "\u2212": "-", "\u2013": "-"})
+"""Typographic marks, and what a keyboard has for them."""
+
+
+def _marks() -> dict[str, str]:
+    """Every mark of the basic plane beyond ASCII, and what stands for it: nothing, or punctuation of ASCII.
+
+    Punctuation and mathematical and currency symbols are marks; so are format characters and the symbols that
+    NFKC would turn into letters or blanks, which vanish.
+    """
+    kinds = {"Cf": "", "Sk": "", "So": ""} | dict.fromkeys(("Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "Sm", "Sc"), ",")
+    marks = {c: kinds.get(unicodedata.category(c)) for c in map(chr, range(128, 0x10000))}
+    return {
+        c: _PLAIN.get(ord(c), mark)
+        for c, mark in marks.items()
+        if mark is not None and (unicodedata.category(c) != "So" or c in "©®™℠")
+    }
+
+
+_MARKS = _marks()
+_ANY_MARK = re.compile(f"[{re.escape(''.join(_MARKS))}]")
+_PUNCTUATION = string.punctuation.encode()
+_TO_SPACES = bytes.maketrans(_PUNCTUATION, b" " * len(_PUNCTUATION))
+
+
+def _as_written(text: str) -> str:
+    """The text in one case, single spaces and compatibility forms (NFKC), without a sentence's marks around it."""
+    folded = unicodedata.normalize("NFKC", text.translate(_PLAIN)).casefold()
+    words = " ".join("".join(c for c in folded if unicodedata.category(c) != "Cf").split())
+    return words.strip(' .,:;!?()[]"\u201c\u201d') or words
+
+
+def _fold(text: str, keep_numbers: bool) -> str:
+    """The text without differences of case and of compatibility forms, and without punctuation beyond ASCII.
+
+    With `keep_numbers` signs and points of numbers are marked.
+    """
+    if text.isascii():
+        folded = text.lower()
+    else:
+        folded = unicodedata.normalize("NFKC", _ANY_MARK.sub(lambda mark: _MARKS[mark[0]], text))
+        folded = folded.replace("\u2044", "/").casefold()  # a fraction's slash, from NFKC
+    if keep_numbers:
+        folded = _POINT.sub(_KEPT_POINT, _SIGN.sub(_KEPT_SIGN, folded))
+    return folded
+
+
+def _without_punctuation(folded: str) -> str:
+    # Many times faster than str.translate: UTF-8 has no byte of ASCII inside another character.
+    data = folded.encode("utf-8", "surrogatepass").translate(None, _PUNCTUATION)
+    return data.decode("utf-8", "surrogatepass")
+
+
+def _spaced(folded: str) -> str:
+    """With spaces for punctuation, except for apostrophes within words."""
+    data = _POSSESSIVE.sub(" ", folded).encode("utf-8", "surrogatepass").translate(_TO_SPACES, b"'")
+    return data.decode("utf-8", "surrogatepass")
+
+
+def _join(text: str) -> str:
+    words = " ".join(_ARTICLES.sub(" ", text).split())
+    return words if words.isascii() else words.replace(_KEPT_SIGN, "-").replace(_KEPT_POINT, ".")
+
+
+# --- Labels ---
+
+_LABEL_KEYS = (
+    ("ground_truth",),
+    ("target",),
+    ("golden_answers",),
+    ("answers",),
+    ("answer", "value", "answer_aliases", "aliases", "normalized_value", "normalized_aliases"),  # MuSiQue, TriviaQA
+    ("possible_answers",),  # PopQA
+    ("text",),  # SQuAD, beside answer_start
+)
+"""The keys of a dictionary that hold answers: those of the first row that has any, taken together."""
+_KNOWN_KEYS = tuple(key for keys in _LABEL_KEYS for key in keys)
+_WRAPPERS = ("array", "str_", "bool_", "int32", "int64", "float32", "float64")
+"""What numpy writes around a value: `array(['Paris'], dtype=object)`, `np.str_('Paris')`."""
+_LISTS = (list, tuple, set, frozenset)
+_VALUES = (Number, datetime.date, datetime.time)
+
+
+def parse_golden_answers(label: Any) -> list[str]:
+    """The accepted answers in a label as data sets hold it, each once; none for null, NaN, blanks and empty lists.
+
+    A label is a text, a number, a list or numpy array of labels, or a dictionary with one of the keys of
+    Search-R1, `{"ground_truth": {"target": [...]}}`, SQuAD, `{"text": [...], "answer_start": [...]}`, TriviaQA,
+    `{"value": ..., "aliases": [...]}`, and the like; a key whose value holds no answer is passed over. A list of
+    (key, value) pairs is such a dictionary (an Arrow map). A text that spells a list or such a dictionary in JSON or
+    Python is read as that; every other text is an answer. ValueError for other dictionaries and other types.
+    """
+    try:
+        return list(dict.fromkeys(_answers_in(label)))
+    except RecursionError:
+        raise ValueError("a label may nest lists and dictionaries, but this one does so too deeply to read") from None
+
+
+def _answers_in(label: Any) -> list[str]:
+    if isinstance(label, str):
+        spelled = _label_spelled_by(label)
+        return _answers_in(spelled) if spelled is not None else [label] if label.strip() else []
+    if isinstance(label, _LISTS):
+        mapping = _mapping_of_pairs(label)
+        return [answer for item in label for answer in _answers_in(item)] if mapping is None else _answers_in(mapping)
+    if isinstance(label, Mapping):
+        return _answers_in_mapping(label)
+    if hasattr(label, "tolist") and not hasattr(value := label.tolist(), "tolist"):  # a numpy array or scalar
+        return _answers_in(value)
+    if isinstance(label, bytes):
+        return _answers_in(label.decode("utf-8", "replace"))
+    if _is_missing(label):
+        return []
+    if isinstance(label, _VALUES):
+        return [str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)]
+    raise ValueError(
+        f"expected a label that is a text, a number, a list of them or a dictionary with one of the keys "
+        f"{', '.join(_KNOWN_KEYS)}; found {type(label).__name__}: {str(label)[:80]!r}"
+    )
+
+
+def _is_missing(label: Any) -> bool:
+    """Whether it is None, NaN, or pandas' NaT or NA."""
+    if isinstance(label, Number | datetime.date):
+        return bool(label != label)
+    return label is None or type(label).__name__ == "NAType"
+
+
+def _answers_in_mapping(label: Mapping[Any, Any]) -> list[str]:
+    """The answers under the first keys that have any."""
+    for keys in _LABEL_KEYS:
+        if answers := [answer for key in keys if key in label for answer in _answers_in(label[key])]:
+            return answers
+    if not any(key in label for key in _KNOWN_KEYS):
+        found = ", ".join(repr(key)[:40] for key in list(label)[:10]) or "none"
+        raise ValueError(
+            f"a label that is a dictionary needs one of the keys {', '.join(_KNOWN_KEYS)}, found {found}; "
+            "rename the key of the answers, or name another column with --label-key"
+        )
+    return []
+
+
+def _mapping_of_pairs(items: Collection[Any]) -> dict[str, Any] | None:
+    """The dictionary that (key, value) pairs spell, or None.
+
+    Lists of two texts, as JSON writes pairs, are answers unless one begins with a known key.
+    """
+    pairs: list[Any] = [
+        item for item in items if isinstance(item, list | tuple) and len(item) == 2 and isinstance(item[0], str)
+    ]
+    if not pairs or len(pairs) < len(items):
+        return None
+    texts = all(isinstance(pair, list) and isinstance(pair[1], str) for pair in pairs)
+    return None if texts and not any(key in _KNOWN_KEYS for key, _ in pairs) else dict(pairs)
+
+
+@lru_cache(maxsize=4096)
+def _label_spelled_by(text: str) -> Any:
+    """The list or dictionary with answers that a text spells, or None: most texts are answers themselves."""
+    text = text.strip()
+    if not text.startswith(("[", "{", "(", '"', "array(")):
+        return None
+    for read in (json.loads,) if text.startswith('"') else (json.loads, _read_python):
+        try:
+            value = read(text)
+        except (ValueError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError):
+            continue
+        if isinstance(value, str):  # JSON within JSON; a quoted text alone is an answer
+            return _label_spelled_by(value)
+        if isinstance(value, dict):
+            return value if any(key in value for key in _KNOWN_KEYS) else None
+        if isinstance(value, tuple):  # of texts; (1, 2) and {1, 2} are rather answers themselves
+            return list(value) if value and all(isinstance(item, str) for item in value) else None
+        return value if isinstance(value, list) else None
+    return None
+
+
+def _read_python(text: str) -> Any:
+    """The value of "['Paris', None]" or "{'target': array(['a' 'b'], dtype=object)}"; ValueError for other code."""
+    words: list[str] = []
+    before = None
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.STRING and before == tokenize.STRING:
+            words.append(",")  # numpy prints texts without commas, and Python would join them
+        if token.type not in (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT):
+            words.append(token.string)
+            before = token.type
+    return _python_value(ast.parse(" ".join(words).strip(), mode="eval").body)
+
+
+def _python_value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=str() | bytes() | int() | float() | None as value):
+            return value
+        case ast.Name(id="nan") | ast.Name(id="NaN"):
+            return None
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=items):
+            return [_python_value(item) for item in items]
+        case ast.Tuple(elts=items) | ast.Set(elts=items):
+            return tuple(_python_value(item) for item in items)
+        case ast.Dict(keys=keys, values=values):
+            names = [key.value for key in keys if isinstance(key, ast.Constant)]
+            return dict(zip(names, map(_python_value, values), strict=True))  # ValueError where a key is no constant
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[value, *_]) if name in _WRAPPERS:
+            return _python_value(value)
+    raise ValueError(f"expected a value, found {type(node).__name__}")
