@@ -76,7 +76,7 @@ def test_what_the_flags_load(folder: Path, corpus: Corpus, flags: str, kind: typ
         ("--retriever_name hybrid --index_path x --language klingon", "swedish, tamil, turkish, yiddish, none"),
         (
             "--retriever_name e5 --index_path x --language german",
-            "found 'german', expected none with --retriever_name e5",
+            "found 'german', expected none with --retr",
         ),
         ("--retriever_name e5 --index_path x --pooling max", "invalid choice: 'max'"),
     ],
