@@ -35,6 +35,7 @@ from local_dense_retriever.indices import INDEX_TYPES, IndexOptions, Recall, bui
 from local_dense_retriever.presets import PRESETS, EncoderConfig, add_encoder_flags, config_from_flags
 from local_dense_retriever.retrievers import Bm25Retriever
 from local_dense_retriever.sizes import gigabytes
+from local_dense_retriever.words import DEFAULT_LANGUAGE, language_fault
 
 logger = logging.getLogger("local_dense_retriever")
 
@@ -49,6 +50,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--retriever_name",
         default="e5",
         help=f"bm25, an encoder ({', '.join(PRESETS)}), or any name with --retriever_model [e5]",
+    )
+    parser.add_argument(
+        "--language",
+        help=f"bm25: of its stemmer and stop words, such as german or chinese; none for neither [{DEFAULT_LANGUAGE}]",
     )
     parser.add_argument("--index_type", nargs="+", default=["flat"], choices=INDEX_TYPES, help="one or more [flat]")
     parser.add_argument("--shard", type=_shard, help="encode one part only, such as 2/4, and make no index")
@@ -71,6 +76,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{flag}: found {value}, expected 1 or more")
     if args.seed < 0:
         parser.error(f"--seed: found {args.seed}, expected 0 or more")
+    if fault := language_fault(args.language, args.retriever_name):
+        parser.error(fault)
     return args
 
 
@@ -82,10 +89,13 @@ def _shard(text: str) -> Shard:
 
 
 def recall_queries(corpus: Corpus, path: Path | None, count: int, seed: int) -> list[str]:
-    """`count` lines of the file, or the beginnings of as many random passages' texts, as queries."""
+    """`count` lines of the file, or the beginnings of as many random passages' texts, as queries.
+
+    A line ends at \\n alone: other separators of Unicode are text.
+    """
     if path is not None:
         try:
-            lines = [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
+            lines = [line.strip() for line in path.read_bytes().decode("utf-8-sig").split("\n") if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"--queries_path: {path} cannot be read ({error}); expected one query a line, in UTF-8"
@@ -156,7 +166,8 @@ def _whole(folder: Path) -> Shard | None:
 
 def build_bm25(args: argparse.Namespace, corpus: Corpus) -> None:
     started = time.monotonic()
-    Bm25Retriever.build(corpus, show_progress=True).save(args.save_dir, corpus.fingerprint)
+    language = args.language or DEFAULT_LANGUAGE
+    Bm25Retriever.build(corpus, language=language, show_progress=True).save(args.save_dir, corpus.fingerprint)
     logger.info("BM25 index of %d passages in %s after %.1f s", len(corpus), args.save_dir, time.monotonic() - started)
 
 

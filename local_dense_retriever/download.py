@@ -4,7 +4,8 @@
 
 The index comes in two parts that are joined, the corpus packed and is unpacked: wiki18/e5_Flat.index (64.6 GB) and
 wiki18/wiki-18.jsonl (14.3 GB). What was interrupted, by a lost connection or a kill, goes on where it was; what is
-there already is not downloaded again. Every file is checked against the SHA-256 that the hub states.
+there already is not downloaded again. Every file is checked against the SHA-256 that the hub states. Mirrors and
+private copies are reached by huggingface_hub's own variables: HF_ENDPOINT, HF_TOKEN.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pathlib import Path
 if not __package__:  # run as a script: make the project importable
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from local_dense_retriever.fetch import Remote, fetch, join, joined_bytes, look_up, unpack
+from local_dense_retriever.hub import Remote, fetch, look_up
+from local_dense_retriever.parts import join, joined_bytes, unpack
 from local_dense_retriever.sizes import check_disk, gigabytes
 
 logger = logging.getLogger("local_dense_retriever")
@@ -50,11 +52,13 @@ CORPUS = Source("PeterJinGo/wiki-18-corpus", ("wiki-18.jsonl.gz",), "wiki-18.jso
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save_dir", required=True, type=Path, help="folder for the corpus and the index")
+    parser.add_argument(
+        "--save_dir", "--save_path", required=True, type=Path, help="folder for the corpus and the index"
+    )
     parser.add_argument("--only", choices=("index", "corpus"), help="one of the two [both]")
     parser.add_argument(
         "--endpoint",
-        default=os.environ.get("HF_ENDPOINT", "https://huggingface.co"),
+        default=os.environ.get("HF_ENDPOINT") or "https://huggingface.co",
         help="the hub, or a mirror of it [$HF_ENDPOINT, https://huggingface.co]",
     )
     parser.add_argument(
@@ -112,8 +116,10 @@ def obtain(source: Source, args: argparse.Namespace) -> Path:
         logger.info("%s is there already (%s)", target, gigabytes(target.stat().st_size))
         return target
     stated = dict(pair.split("=", 1) for pair in args.sha256)
-    base = f"{args.endpoint.rstrip('/')}/datasets/{source.repository}/resolve/main"
-    remotes = [look_up(f"{base}/{name}", stated.get(name), args.retries) for name in source.parts]
+    remotes = [
+        look_up(source.repository, name, endpoint=args.endpoint, sha256=stated.get(name), attempts=args.retries)
+        for name in source.parts
+    ]
     needed = needed_bytes(source, remotes, args.save_dir, args.delete_parts)
     logger.info("%s: %s to download and make", source.result, gigabytes(needed))
     check_disk(args.save_dir, needed, f"{source.result} and what it is made of")
@@ -121,11 +127,12 @@ def obtain(source: Source, args: argparse.Namespace) -> Path:
         fetch(remote, args.save_dir, args.retries)
     if source.packed:
         return unpack(args.save_dir / source.parts[0], target, delete=args.delete_parts)
-    return join(remotes, target, delete=args.delete_parts)
+    return join(source.parts, [remote.size for remote in remotes], target, delete=args.delete_parts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
     args = parse_args(argv)
     sources = {"index": INDEX, "corpus": CORPUS}
     try:

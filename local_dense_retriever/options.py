@@ -15,6 +15,7 @@ from local_dense_retriever.corpus import Corpus
 from local_dense_retriever.presets import PRESETS, add_encoder_flags, config_from_flags
 from local_dense_retriever.retrievers import HybridRetriever, Retriever, load_bm25
 from local_dense_retriever.sizes import available_memory, corpus_bytes, gigabytes
+from local_dense_retriever.words import DEFAULT_LANGUAGE, language_fault
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,11 @@ def _add_retrieval_flags(group: argparse._ArgumentGroup) -> None:
         default="bm25",
         help=f"bm25; an encoder: {', '.join(PRESETS)}, or any name with --retriever_model; hybrid or hybrid:NAME: "
         "bm25 and an encoder [e5], joined by reciprocal rank fusion [bm25]",
+    )
+    group.add_argument(
+        "--language",
+        help="bm25's stemmer and stop words, such as german or chinese; none for neither "
+        f"[that of its index; {DEFAULT_LANGUAGE} without one]",
     )
     group.add_argument("--bm25_index_path", help="hybrid: the folder of bm25's index [built in memory]")
     group.add_argument("--topk", type=int, default=3, help="passages per query where a request does not say [3]")
@@ -97,6 +103,8 @@ def _fault(args: argparse.Namespace) -> str | None:
         return f"--faiss_threads: found {args.faiss_threads}, expected 1 or more"
     if args.bm25_index_path and not _is_hybrid(args):
         return "--bm25_index_path goes with --retriever_name hybrid; an index of bm25 alone is given by --index_path"
+    if fault := language_fault(args.language, args.retriever_name):
+        return fault
     if args.retriever_name == "bm25":
         given = [flag for flag in ENCODER_FLAGS if getattr(args, flag) is not None]
         given += [flag for flag in FAISS_FLAGS if getattr(args, flag)]
@@ -128,14 +136,15 @@ def batching_config(args: argparse.Namespace) -> BatchingConfig:
 def load_retriever(args: argparse.Namespace, corpus: Corpus) -> Retriever:
     """The retriever that the flags describe; ValueError, before anything big is loaded, where it does not fit."""
     if args.retriever_name == "bm25":
-        return _load_bm25(args.index_path, corpus, args.corpus_path)
+        return _load_bm25(args.index_path, corpus, args)
     dense = _load_dense(args, corpus)
     if not _is_hybrid(args):
         return dense
-    return HybridRetriever([_load_bm25(args.bm25_index_path, corpus, args.corpus_path), dense])
+    return HybridRetriever([_load_bm25(args.bm25_index_path, corpus, args), dense])
 
 
-def _load_bm25(index_path: str | None, corpus: Corpus, corpus_path: str) -> Retriever:
+def _load_bm25(index_path: str | None, corpus: Corpus, args: argparse.Namespace) -> Retriever:
+    corpus_path = args.corpus_path
     if index_path is None:
         text = Path(corpus_path).stat().st_size * (3 if corpus_path.endswith(".gz") else 1)
         needed, available = BM25_BUILD_FACTOR * text + corpus_bytes(corpus_path), available_memory()
@@ -146,7 +155,7 @@ def _load_bm25(index_path: str | None, corpus: Corpus, corpus_path: str) -> Retr
                 f"{gigabytes(available)} are available; build it once on a larger machine (build_index.py) and give "
                 f"--index_path: then it is mapped, and takes little"
             )
-    return load_bm25(index_path, corpus)
+    return load_bm25(index_path, corpus, args.language)
 
 
 def _load_dense(args: argparse.Namespace, corpus: Corpus) -> Retriever:

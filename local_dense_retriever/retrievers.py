@@ -12,10 +12,13 @@ import bm25s
 import numpy as np
 
 from local_dense_retriever.corpus import Corpus
+from local_dense_retriever.words import DEFAULT_LANGUAGE, Words
 
 logger = logging.getLogger(__name__)
 
 BM25_FACTS = "sleuth.json"
+WORDS_VERSION = 2
+"""Of the rules of `words.py`: an index and the queries to it must be split by the same ones."""
 FUSED_DEPTH = 100
 """How far down a ranking counts in a fusion, and so the most passages a fusion gives."""
 
@@ -40,17 +43,22 @@ class Retriever(Protocol):
 
 
 class Bm25Retriever:
-    """BM25 (Lucene's variant, by bm25s) over English word stems where PyStemmer is installed."""
+    """BM25 (Lucene's variant, by bm25s) over the words of `words.py`."""
 
-    def __init__(self, index: bm25s.BM25) -> None:
-        self._index = index
-        self._stemmer = _english_stemmer()
+    def __init__(self, index: bm25s.BM25, words: Words) -> None:
+        self._index, self._words = index, words
 
     @classmethod
-    def build(cls, passages: Iterable[dict[str, Any]], *, show_progress: bool = False) -> Bm25Retriever:
-        """An index of the passages' contents, in memory; some 100 bytes a word while it is built."""
-        retriever = cls(bm25s.BM25(method="lucene"))
-        tokens = retriever._tokenize((passage["contents"] for passage in passages), True, show_progress)
+    def build(
+        cls, passages: Iterable[dict[str, Any]], *, language: str = DEFAULT_LANGUAGE, show_progress: bool = False
+    ) -> Bm25Retriever:
+        """An index of the passages' contents, in memory; some 100 bytes a word while it is built.
+
+        Raises ValueError for a language that there are no words of, or if the passages hold no word.
+        """
+        retriever = cls(bm25s.BM25(method="lucene"), Words(language))
+        contents = (passage["contents"] for passage in passages)
+        tokens = retriever._words.of_passages(contents, show_progress=show_progress)
         if not any(tokens.ids):
             raise ValueError(
                 "BM25 finds no word in the corpus; expected passages of more than single letters and words like 'the': "
@@ -63,18 +71,38 @@ class Bm25Retriever:
         """Write the index into a folder; `fingerprint` is its corpus's."""
         (Path(folder) / BM25_FACTS).unlink(missing_ok=True)  # without it an interrupted save is no index
         self._index.save(folder, show_progress=False)
-        facts = {"fingerprint": fingerprint, "stemmed": self._stemmer is not None}
+        facts = {
+            "fingerprint": fingerprint,
+            "language": self._words.language,
+            "stemmed": self._words.stemmed,
+            "words": WORDS_VERSION,
+        }
         (Path(folder) / BM25_FACTS).write_text(json.dumps(facts))
 
     @classmethod
-    def load(cls, folder: Path | str, corpus: Corpus) -> Bm25Retriever:
-        """The index that `save` wrote, mapped into memory; ValueError if it is not one of this corpus."""
+    def load(cls, folder: Path | str, corpus: Corpus, language: str | None = None) -> Bm25Retriever:
+        """The index that `save` wrote, mapped into memory.
+
+        Raises ValueError if it is not one of this corpus, or not of this `language` (None: whatever it is of).
+        """
         try:
-            retriever = cls(bm25s.BM25.load(folder, mmap=True))
+            index = bm25s.BM25.load(folder, mmap=True)
             facts = json.loads((Path(folder) / BM25_FACTS).read_text())
-            fingerprint, stemmed = facts["fingerprint"], facts["stemmed"]
+            fingerprint, stemmed, version = facts["fingerprint"], facts["stemmed"], facts.get("words", 1)
+            made_in = facts.get("language", DEFAULT_LANGUAGE)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{folder} holds no BM25 index ({error}); make one with build_index.py") from None
+        if version != WORDS_VERSION:
+            raise ValueError(
+                f"the BM25 index {folder} splits texts into words by other rules (version {version}, this is "
+                f"{WORDS_VERSION}); make it anew with build_index.py"
+            )
+        if language not in (None, made_in):
+            raise ValueError(
+                f"--language {language}: the BM25 index {folder} was made with --language {made_in}; leave the flag "
+                f"out, or make the index anew with build_index.py"
+            )
+        retriever = cls(index, Words(made_in))
         indexed = retriever._index.scores["num_docs"]
         if indexed != len(corpus):
             raise ValueError(
@@ -83,21 +111,16 @@ class Bm25Retriever:
             )
         if fingerprint != corpus.fingerprint:
             raise ValueError(f"the BM25 index {folder} is of another corpus; make it anew with build_index.py")
-        if stemmed != (retriever._stemmer is not None):
+        if stemmed != retriever._words.stemmed:
             state = "with" if stemmed else "without"
             raise ValueError(f"the BM25 index {folder} was made {state} PyStemmer, so it must be searched {state} it")
         return retriever
 
     def encode(self, queries: Sequence[str]) -> list[list[str]]:
-        return self._tokenize(queries, False)
+        return self._words.of_queries(queries)
 
     def search(self, encoded: Sequence[Sequence[str]], topk: int) -> list[list[Ranked]]:
         return [self._search_one(words, topk) for words in encoded]
-
-    def _tokenize(self, texts: Iterable[str], return_ids: bool, show_progress: bool = False) -> Any:
-        return bm25s.tokenize(  # any iterable will do
-            texts, stopwords="en", stemmer=self._stemmer, return_ids=return_ids, show_progress=show_progress
-        )
 
     def _search_one(self, words: Sequence[str], topk: int) -> list[Ranked]:
         known = [word for word in words if word in self._index.vocab_dict]
@@ -111,15 +134,6 @@ class Bm25Retriever:
             matching, values = matching[kept], values[kept]
         order = np.argsort(-values, kind="stable")[:topk]  # ties in the corpus's order
         return list(map(Ranked, matching[order].tolist(), values[order].tolist()))
-
-
-def _english_stemmer() -> Any:
-    try:
-        import Stemmer
-    except ImportError:
-        logger.warning("PyStemmer is not installed: BM25 compares whole words, not their stems")
-        return None
-    return Stemmer.Stemmer("english")
 
 
 class LuceneRetriever:
@@ -188,13 +202,16 @@ class HybridRetriever:
         return [Ranked(*item) for item in sorted(scores.items(), key=lambda item: (-item[1], item[0]))]
 
 
-def load_bm25(index_path: Path | str | None, corpus: Corpus) -> Retriever:
+def load_bm25(index_path: Path | str | None, corpus: Corpus, language: str | None = None) -> Retriever:
     """BM25 from an index folder of this project or of pyserini; without one it is built in memory.
 
-    Raises ValueError if the folder holds neither, or not of this corpus.
+    `language`: None for that of the index, English without one. Raises ValueError if the folder holds neither, or
+    not of this corpus or language.
     """
     if index_path is None:
-        return Bm25Retriever.build(corpus)
+        return Bm25Retriever.build(corpus, language=language or DEFAULT_LANGUAGE)
     if any(Path(index_path).glob("segments_*")):
+        if language is not None:
+            raise ValueError(f"--language has no meaning with {index_path}, an index of Lucene, which has its own")
         return LuceneRetriever(index_path, corpus)
-    return Bm25Retriever.load(index_path, corpus)
+    return Bm25Retriever.load(index_path, corpus, language)

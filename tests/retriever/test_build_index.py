@@ -253,10 +253,20 @@ def test_a_bm25_index(corpus_path: Path, tmp_path: Path) -> None:
     retriever = Bm25Retriever.load(tmp_path / "bm25", open_corpus(corpus_path))
     (hits,) = retriever.search(retriever.encode([contents(COUNT)[7].split("\n")[0]]), 1)
     assert hits[0].index == 7
+    assert run(corpus_path, tmp_path / "plain", "--retriever_name", "bm25", "--language", "none") == 0
+    assert json.loads((tmp_path / "plain/sleuth.json").read_text())["language"] == "none"
 
 
 @pytest.mark.parametrize(
-    "flags", [("--batch_size", "0"), ("--shard", "3/2"), ("--seed", "-1"), ("--index_type", "ball")]
+    "flags",
+    [
+        ("--batch_size", "0"),
+        ("--shard", "3/2"),
+        ("--seed", "-1"),
+        ("--index_type", "ball"),
+        ("--language", "german"),  # of an encoder
+        ("--language", "klingon", "--retriever_name", "bm25"),
+    ],
 )
 def test_bad_flags_are_refused(tmp_path: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -306,4 +316,7 @@ def test_queries_come_from_a_file_or_from_passages(corpus_path: Path, tmp_path: 
     assert all(0 < len(query.split()) <= build_index.QUERY_WORDS for query in made)
     (tmp_path / "q.txt").write_text("one\n\ntwo\nthree\n")
     assert build_index.recall_queries(corpus, tmp_path / "q.txt", 2, seed=1) == ["one", "two"]
+    odd = [f"where{separator}is it?" for separator in "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\r"]
+    (tmp_path / "odd.txt").write_bytes(("\ufeff" + "\r\n".join(odd)).encode())
+    assert build_index.recall_queries(corpus, tmp_path / "odd.txt", 99, seed=1) == odd
     assert PROBE not in made

@@ -1,10 +1,11 @@
-"""Downloads against a local server that does what servers do: breaks off, lies, knows no ranges."""
+"""Downloads by huggingface_hub from a local hub that does what servers do: breaks off, lies, knows no ranges."""
 
 from __future__ import annotations
 
 import contextlib
 import gzip
 import hashlib
+import io
 import os
 import re
 import signal
@@ -15,10 +16,14 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import tenacity
+from huggingface_hub import constants, file_download
 
-from local_dense_retriever import download, fetch, sizes
+from local_dense_retriever import download, sizes
+from local_dense_retriever import hub as hub_module
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = b"".join(b'{"id": "%d", "contents": "passage %d"}\n' % (i, i) for i in range(20_000))
@@ -32,7 +37,7 @@ INDEX = FILES["PeterJinGo/wiki-18-e5-index/part_aa"] + FILES["PeterJinGo/wiki-18
 
 
 class Hub(ThreadingHTTPServer):
-    """A hub whose faults a test chooses; files lie behind a redirect, as on the real one."""
+    """A hub whose faults a test chooses; files lie behind a redirect to another host, as on the real one."""
 
     daemon_threads = True
 
@@ -46,12 +51,16 @@ class Hub(ThreadingHTTPServer):
         self.failures = 0
         self.bytes_per_s: float | None = None
         self.head: dict[str, str] | None = None  # what HEAD answers instead
-        self.other_range = False
+        self.token: str | None = None  # which the hub asks for, and the storage must not see
         self.gets: list[tuple[str, str | None]] = []
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
+
+    @property
+    def storage(self) -> str:
+        return f"http://localhost:{self.server_port}/storage"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -66,35 +75,38 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         found = self._find()
-        if self.server.failures:
+        if self._refused():
+            self._answer(401)
+        elif self.server.failures:
             self.server.failures -= 1
             self._answer(503)
         elif self.server.head is not None:
             self._answer(302 if "Location" in self.server.head else 200, self.server.head)
         elif found is None:
-            self._answer(404)
-        elif self.path.startswith("/datasets"):
-            facts = {"X-Linked-Size": str(len(found[1]))} if self.server.states_hash else {}
+            self._answer(404, {"X-Error-Code": "EntryNotFound"})
+        else:
+            facts = {"X-Linked-Size": str(len(found[1])), "X-Repo-Commit": "c" * 40}
             if self.server.states_hash:
                 digest = self.server.stated_hash or hashlib.sha256(found[1]).hexdigest()
                 facts["X-Linked-ETag"] = f'"{digest}"'
-            self._answer(302, {"Location": self.path.replace("datasets", "storage", 1), **facts})
-        else:
-            self._answer(200, {"Content-Length": str(len(found[1]))})
+            self._answer(302, {"Location": self._stored(), **facts})
+
+    def _refused(self) -> bool:
+        return self.server.token is not None and self.headers.get("Authorization") != f"Bearer {self.server.token}"
+
+    def _stored(self) -> str:
+        return self.path.replace("/datasets", self.server.storage, 1)
 
     def do_GET(self) -> None:
         if self.path.startswith("/datasets"):
-            self._answer(302, {"Location": self.path.replace("datasets", "storage", 1)})
+            self._answer(401 if self._refused() else 302, {"Location": self._stored()})
             return
+        assert self.headers.get("Authorization") is None
         found = self._find()
         assert found is not None
         name, content = found
         asked = self.headers.get("Range")
         self.server.gets.append((name.rsplit("/", 1)[1], asked))
-        if asked and self.server.other_range:
-            self._answer(206, {"Content-Length": str(len(content)), "Content-Range": f"bytes 0-{len(content) - 1}/*"})
-            self.wfile.write(content)
-            return
         start = int(re.fullmatch(r"bytes=(\d+)-", asked)[1]) if asked and self.server.ranges else 0  # type: ignore[index]
         self._answer(206 if start else 200, {"Content-Length": str(len(content) - start)})
         end = len(content) if self.server.break_after is None else min(len(content), start + self.server.break_after)
@@ -114,8 +126,10 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr(fetch, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(fetch, "LONGEST_WAIT_S", 0.02)
+    monkeypatch.setattr(hub_module, "WAIT", tenacity.wait_fixed(0.01))
+    monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda _: None))
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 50_000)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
     server = Hub()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -126,7 +140,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def run(hub: Hub, folder: Path, *flags: str) -> int:
-    return download.main(["--save_dir", str(folder), "--endpoint", hub.url, "--retries", "3", *flags])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_ENDPOINT", hub.url)
+        return download.main(["--save_path", str(folder), "--retries", "3", *flags])
 
 
 def names(folder: Path) -> set[str]:
@@ -160,15 +176,55 @@ def test_a_broken_connection_goes_on_where_it_was(hub: Hub, tmp_path: Path) -> N
     ]
 
 
-def test_without_ranges_it_starts_again_and_gives_up_in_the_end(
-    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    hub.ranges, hub.break_after = False, 700_000
-    assert run(hub, tmp_path, "--only", "index") == 1
-    assert "gave up after 3 attempts" in caplog.text
-    hub.break_after = None
+def test_without_ranges_it_starts_again(hub: Hub, tmp_path: Path) -> None:
+    hub.ranges = False
+    (tmp_path / "part_aa.part").write_bytes(b"x" * 1000)
     assert run(hub, tmp_path, "--only", "index") == 0
     assert (tmp_path / "e5_Flat.index").read_bytes() == INDEX
+
+
+def test_it_gives_up_in_the_end(hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hub.break_after = 0
+    assert run(hub, tmp_path, "--only", "index") == 1
+    assert "gave up after 3 attempts" in caplog.text
+    assert "the same command goes on later" in caplog.text
+    hub.failures = 9
+    assert run(hub, tmp_path, "--only", "index") == 1
+    assert "the server answers 503 Service Unavailable" in caplog.text
+
+
+def test_no_network_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "WAIT", tenacity.wait_fixed(0.01))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert download.main(["--save_dir", str(tmp_path), "--retries", "2"]) == 1
+    assert "cannot be reached (" in caplog.text
+    assert "check the network and HF_ENDPOINT; the same command goes on later" in caplog.text
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert download.main(["--save_dir", str(tmp_path)]) == 1
+    assert "HF_HUB_OFFLINE is set" in caplog.text
+
+
+def test_a_private_hub_gets_the_token_and_the_storage_does_not(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.token = "hf_secret"
+    assert run(hub, tmp_path, "--only", "index") == 1
+    assert "the server answers 401 Unauthorized; expected the file: check HF_ENDPOINT, and HF_TOKEN" in caplog.text
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert run(hub, tmp_path, "--only", "index") == 0
+    assert (tmp_path / "e5_Flat.index").read_bytes() == INDEX
+
+
+def test_a_full_disk_is_told(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(_url: str, out: io.BufferedWriter, **_: object) -> None:
+        with Path("/dev/full").open("wb", buffering=0) as full:
+            full.write(b"x")
+
+    monkeypatch.setattr(hub_module, "http_get", write)
+    assert run(hub, tmp_path, "--only", "index") == 1
+    assert "No space left on device; expected --save_dir to be a folder" in caplog.text
 
 
 def test_a_wrong_checksum_removes_the_file(hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -228,11 +284,20 @@ def test_an_interrupted_join_goes_on(hub: Hub, tmp_path: Path, joined: int, dele
     assert hub.gets == []
 
 
+SMALL_BLOCKS = """
+import sys
+from huggingface_hub import constants
+from local_dense_retriever import download
+constants.DOWNLOAD_CHUNK_SIZE = 50_000  # of 10 MB, which a test would wait for
+sys.exit(download.main())
+"""
+
+
 def test_a_killed_download_goes_on(hub: Hub, tmp_path: Path) -> None:
-    command = [sys.executable, "local_dense_retriever/download.py", "--save_dir", str(tmp_path)]
-    command += ["--endpoint", hub.url, "--only", "index"]
+    command = [sys.executable, "-c", SMALL_BLOCKS, "--save_dir", str(tmp_path), "--only", "index"]
+    environment = {**os.environ, "HF_ENDPOINT": hub.url}
     hub.bytes_per_s = 1_000_000
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
     partial, deadline = tmp_path / "part_aa.part", time.monotonic() + 60
     while not (partial.is_file() and partial.stat().st_size > 500_000):
         assert process.poll() is None
@@ -257,11 +322,11 @@ def test_bad_checksums_are_refused(pair: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("head", "reason"),
     [
-        ({"Content-Length": "0"}, "how big the file is (Content-Length, 1 byte or more), found '0'"),
-        ({"X-Linked-Size": "-5"}, "found '-5'; check --endpoint"),
-        ({"X-Linked-Size": "many"}, "found 'many'; check --endpoint"),
-        ({"Location": "/again"}, "at most 5 redirects, found more; check --endpoint"),
-        ({"Content-Type": "text/html", "Content-Length": "3000000"}, "expected the file, found a web page"),
+        ({"X-Repo-Commit": "c", "Content-Length": "0"}, "says how big the file is, found 0; check HF_ENDPOINT"),
+        ({"X-Repo-Commit": "c", "X-Linked-Size": "-5"}, "found -5; check HF_ENDPOINT"),
+        ({"X-Repo-Commit": "c", "X-Linked-Size": "many"}, "found None; check HF_ENDPOINT"),
+        ({"Location": "/again"}, "cannot be reached (Exceeded"),
+        ({"Content-Type": "text/html", "Content-Length": "3000000"}, "found another, such as a log-in page"),
     ],
 )
 def test_an_answer_that_is_no_file_is_told_and_makes_none(
@@ -271,14 +336,6 @@ def test_an_answer_that_is_no_file_is_told_and_makes_none(
     assert run(hub, tmp_path) == 1
     assert reason in caplog.text
     assert not list(tmp_path.iterdir())
-
-
-def test_bytes_go_where_the_server_says_that_they_belong(hub: Hub, tmp_path: Path) -> None:
-    part = FILES["PeterJinGo/wiki-18-e5-index/part_aa"]
-    (tmp_path / "part_aa.part").write_bytes(part[:1000])
-    hub.other_range = True
-    assert run(hub, tmp_path, "--only", "index") == 0
-    assert (tmp_path / "e5_Flat.index").read_bytes() == INDEX
 
 
 @pytest.mark.parametrize("flags", [("--endpoint", "hub"), ("--endpoint", ""), ("--retries", "0")])

@@ -72,6 +72,12 @@ def test_what_the_flags_load(folder: Path, corpus: Corpus, flags: str, kind: typ
         ("--retriever_name e6 --index_path x", "expected one of: bm25, e5, bge"),
         ("--retriever_name hybrid:e6 --index_path x", "expected one of: bm25, e5, bge"),
         ("--retriever_name e5", "--retriever_name e5 needs --index_path"),
+        ("--language klingon", "--language: found 'klingon', expected one of: arabic, armenian"),
+        ("--retriever_name hybrid --index_path x --language klingon", "swedish, tamil, turkish, yiddish, none"),
+        (
+            "--retriever_name e5 --index_path x --language german",
+            "found 'german', expected none with --retr",
+        ),
         ("--retriever_name e5 --index_path x --pooling max", "invalid choice: 'max'"),
     ],
 )

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,18 +27,19 @@ PASSAGES = [
 ]
 
 
-def start_server(folder: Path, *flags: str) -> tuple[subprocess.Popen[str], Path]:
+def start_server(folder: Path, *flags: str, passages: Sequence[dict] = PASSAGES) -> tuple[subprocess.Popen[str], Path]:
     corpus, url_file = folder / "corpus.jsonl.gz", folder / "url"
     with gzip.open(corpus, "wt") as file:
-        file.writelines(json.dumps(passage) + "\n" for passage in PASSAGES)
+        file.writelines(json.dumps(passage) + "\n" for passage in passages)
     command = [sys.executable, "local_dense_retriever/retrieval_server.py", "--corpus_path", str(corpus)]
     command += ["--url_file", str(url_file), *flags]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True), url_file
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    process, url_file = start_server(tmp_path_factory.mktemp("server"), "--port", "0")
+@contextmanager
+def running(folder: Path, *flags: str, passages: Sequence[dict] = PASSAGES) -> Iterator[str]:
+    """The URL of a server over the passages, which must end well when it is told to."""
+    process, url_file = start_server(folder, "--port", "0", *flags, passages=passages)
     deadline = time.monotonic() + 30
     while not url_file.exists():
         assert process.poll() is None, process.stderr and process.stderr.read()
@@ -46,6 +48,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield url_file.read_text().strip()
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 0
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running(tmp_path_factory.mktemp("server")) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +114,38 @@ def test_bad_requests_get_a_reason(retrieve: Callable[..., requests.Response], b
 def test_bad_json_is_refused(url: str) -> None:
     response = requests.post(f"{url}/retrieve", data="{", headers={"Content-Type": "application/json"}, timeout=10)
     assert response.status_code == 422
+
+
+MIXED = {
+    "zh": "北京是中华人民共和国的首都，人口两千多万。",
+    "ja": "東京タワーは日本の首都にある電波塔です。",
+    "th": "กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย",
+    "ko": "서울은 대한민국의 수도이다.",
+    "en": "The iPhone手机 is sold by Apple in many cities.",
+    "hi": "नई दिल्ली भारत की राजधानी है।",
+}
+
+
+@pytest.mark.parametrize("language", ["english", "chinese"])
+def test_every_script_is_found_in_a_mixed_corpus(tmp_path: Path, language: str) -> None:
+    passages = [{"id": name, "contents": text} for name, text in MIXED.items()]
+    queries = {
+        "中国的首都": "zh",
+        "首都北京": "zh",
+        "日本の首都はどこ": "ja",
+        "เมืองหลวงของไทย": "th",
+        "대한민국 수도": "ko",
+        "iphones": "en" if language == "english" else None,  # stems are English
+        "苹果手机": "en",
+        "भारत की राजधानी": "hi",
+        "塔": "ja",
+        "xyzzy": None,
+    }
+    with running(tmp_path, "--language", language, passages=passages) as url:
+        body = {"queries": list(queries), "topk": 1}
+        result = requests.post(f"{url}/retrieve", json=body, timeout=10).json()["result"]
+    found = [documents[0]["id"] if documents else None for documents in result]
+    assert dict(zip(queries, found, strict=True)) == queries
 
 
 def test_port_in_use_is_a_clear_error(url: str, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from local_dense_retriever import retrievers
 from local_dense_retriever.corpus import Corpus, open_corpus
 from local_dense_retriever.retrievers import Bm25Retriever, HybridRetriever, LuceneRetriever, Ranked, load_bm25
 
@@ -51,9 +50,30 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pyte
         load_bm25(tmp_path / "index", make_corpus(tmp_path, TEXTS[::-1], first_id=1))
     with pytest.raises(ValueError, match="holds no BM25 index"):
         load_bm25(tmp_path, corpus)
-    monkeypatch.setattr(retrievers, "_english_stemmer", lambda: None)
+    with pytest.raises(ValueError, match="made with --language english; leave the flag out"):
+        load_bm25(tmp_path / "index", corpus, "german")
+    monkeypatch.setitem(sys.modules, "Stemmer", None)
     with pytest.raises(ValueError, match="with PyStemmer"):
         load_bm25(tmp_path / "index", corpus)
+
+
+def test_an_index_of_other_rules_for_words_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = make_corpus(tmp_path)
+    Bm25Retriever.build(corpus).save(tmp_path / "index", corpus.fingerprint)
+    facts = json.loads((tmp_path / "index/sleuth.json").read_text())
+    del facts["words"], facts["language"]  # as before there were languages
+    (tmp_path / "index/sleuth.json").write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match=r"other rules \(version 1, this is 2\); make it anew"):
+        load_bm25(tmp_path / "index", corpus)
+
+
+def test_a_saved_index_keeps_its_language(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path, ["Die Häuser der Stadt", "Ein Baum", "Noch ein Baum"])
+    Bm25Retriever.build(corpus, language="german").save(tmp_path / "index", corpus.fingerprint)
+    for language in (None, "german"):
+        loaded = load_bm25(tmp_path / "index", corpus, language)
+        assert [[hit.index for hit in hits] for hits in search(loaded, ["das Haus", "der", "die"], 3)] == [[0], [], []]
+    assert search(load_bm25(None, corpus, "none"), ["Haus"], 3) == [[]]
 
 
 def test_a_corpus_without_words_is_refused(tmp_path: Path) -> None:
@@ -97,6 +117,8 @@ def test_a_lucene_index_answers_the_numbers_of_passages(
     assert search(retriever, ["a", "xyzzy"], 2) == [[Ranked(2, 1.0), Ranked(0, 3.0)], []]
     with pytest.raises(ValueError, match="has 3 passages, the corpus 2"):
         load_bm25(tmp_path / "lucene", make_corpus(tmp_path, TEXTS[:2]))
+    with pytest.raises(ValueError, match="--language has no meaning"):
+        load_bm25(tmp_path / "lucene", make_corpus(tmp_path), "german")
 
 
 class Fixed:
