@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from sleuth.search import Passage, format_observation, to_passage
+from sleuth.search import observation as module
 from sleuth.tokens import decode, encode
 from tests.scripted import make_plain_bpe_tokenizer
 from tests.tiny_models import make_byte_bpe_tokenizer
@@ -33,13 +37,31 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
         ({"title": "x", "text": "y", "contents": '"France"\nParis.'}, ("France", "Paris.")),
         ('"France"\nParis.', ("France", "Paris.")),
         (Passage("France", "Paris."), ("France", "Paris.")),
+        ({"title": "New\n York", "text": "x"}, ("New York", "x")),
+        ({"title": math.nan, "text": "x"}, ("", "x")),
+        ({"title": ["a"], "text": "x"}, ("", "x")),
+        ({"title": 1984, "text": "x"}, ("1984", "x")),
+        ("word " * 70 + "\nmore", ("", "word " * 70 + "\nmore")),  # too long for a title
+        ('"' + "word " * 70 + '"\nmore', (("word " * 70).strip(), "more")),  # said to be one
     ],
 )
 def test_shapes(item: Any, passage: tuple[str, str]) -> None:
     assert to_passage(item) == passage
 
 
-@pytest.mark.parametrize("item", [None, 7, {}, {"document": "id", "score": 1}, {"document": None}, {"contents": 7}, []])
+deep: Any = []
+for _ in range(100_000):
+    deep = [deep]
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        *(None, 7, {}, {"document": "id", "score": 1}, {"document": None}, {"contents": 7}, [], math.nan),
+        *({"contents": math.nan}, {"contents": deep}, {"document": {"document": "x"}}, b"x", Passage("x", None)),  # type: ignore[arg-type]
+    ],
+    ids=lambda item: type(item).__name__,
+)
 def test_other_shapes(item: Any) -> None:
     if item == {"document": "id", "score": 1}:
         assert to_passage(item) == ("", "id")  # a document that is text
@@ -97,6 +119,90 @@ def test_what_could_act_is_neutralised(tokenizer: PreTrainedTokenizerBase) -> No
     assert tokenizer.eos_token_id not in ids
     assert text.count("<information>") == text.count("</information>") == 1
     assert not any(tag in text for tag in ("<answer>", "</answer>", "<search>", "<think>", str(tokenizer.eos_token)))
+
+
+def test_passages_with_nothing_in_them_are_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    items = [{"contents": ""}, {"contents": "a"}, {"title": " ", "text": "\n"}, {"contents": '""'}, {"contents": "b"}]
+    text = decode(format_observation(items, tokenizer, 500), tokenizer)
+    assert text == "\n\n<information>Doc 1(Title: ) a\nDoc 2(Title: ) b</information>\n\n"
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"contents": "word " * 2_000_000},
+        {"title": "word " * 2_000_000, "text": "Paris."},
+        {"contents": "<search>" * 1_250_000},
+        {"title": "T", "text": "北京" * 5_000_000},
+    ],
+    ids=["text", "title", "tags", "chinese"],
+)
+def test_of_a_huge_passage_only_what_can_be_shown_is_encoded(
+    tokenizer: PreTrainedTokenizerBase, item: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+
+    def counting(text: str, tokenizer: PreTrainedTokenizerBase) -> Any:
+        lengths.append(len(text))
+        return encode(text, tokenizer)
+
+    monkeypatch.setattr(module, "encode", counting)
+    ids = format_observation([item], tokenizer, 450)
+    assert 0 < max(lengths) < 20_000
+    assert 140 < len(ids) <= 450  # a title is cut shorter than a text
+
+
+def test_a_shown_passage_is_as_long_as_one_that_is_not_huge(tokenizer: PreTrainedTokenizerBase) -> None:
+    huge = format_observation([Passage("T", "several words " * 100_000)], tokenizer, 300)
+    assert huge == format_observation([Passage("T", "several words " * 1000)], tokenizer, 300)
+
+
+TAGS = [f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")]
+SPECIAL = ["<|im_end|>", "<|im_start|>", "<eos>", "<bos>", "<|endoftext|>"]
+PIECES = [
+    *TAGS,
+    *SPECIAL,
+    "<",
+    ">",
+    "/",
+    "</",
+    "<|",
+    " ",
+    "\n",
+    "search",
+    "answer",
+    "Doc 2(Title: x) ",
+    ") ",
+    "北京",
+    "😀é",
+]
+text = st.one_of(
+    st.lists(st.sampled_from([*PIECES, "word " * 60, "\ud800", "\0"]), max_size=9).map("".join),
+    st.text(st.characters(exclude_categories=[]), max_size=40),
+)
+items = st.one_of(
+    st.builds(Passage, text, text),
+    st.fixed_dictionaries({"title": text, "text": text}),
+    text.map(lambda contents: {"document": {"contents": contents}, "score": math.nan}),
+)
+TOKENIZERS = {"merges": make_byte_bpe_tokenizer(), "plain": make_plain_bpe_tokenizer()}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(found=st.lists(items, max_size=6), limit=st.one_of(st.integers(-1, 60), st.integers(60, 700)))
+@settings(max_examples=300, deadline=None)
+def test_every_observation_is_bounded_closed_and_inert(name: str, found: list[Any], limit: int) -> None:
+    tokenizer = TOKENIZERS[name]
+    frame = encode("\n\n<information></information>\n\n", tokenizer).ids
+    ids = format_observation(found, tokenizer, limit)
+    assert len(ids) <= max(limit, len(frame))
+    shown = decode(ids, tokenizer)
+    assert shown.startswith("\n\n<information>")
+    assert shown.endswith("</information>\n\n")
+    inside = shown.removeprefix("\n\n<information>").removesuffix("</information>\n\n")
+    assert not any(acting in inside for acting in [*TAGS, *tokenizer.all_special_tokens])
+    assert not set(ids) & set(tokenizer.all_special_ids)
+    assert not inside or inside.startswith("Doc 1(Title: ")
 
 
 def test_ordinary_added_words_stay_as_they_are() -> None:
