@@ -15,13 +15,15 @@
 #   TRAIN_DATA     data/search_r1/train.parquet        both: hf download PeterJinGo/nq_hotpotqa_train
 #                                                       --repo-type dataset --local-dir data/search_r1
 #   EVAL_DATA      data/search_r1/test.parquet@[0:3000]
-#   SEARCH_URL     http://127.0.0.1:8000/retrieve      local_dense_retriever/retrieval_server.py serves it
+#   SEARCH_BACKEND (SEARCH_R1_CONFIGS in generate_with_search.py: local)      or google, or module.function
+#   SEARCH_URL     (there, too: http://127.0.0.1:8000/retrieve)    local_dense_retriever/retrieval_server.py serves it
 #   NUM_GPUS       8                                   of this node, for the Ray head
 #   RAY_ADDRESS    (none: a Ray head is started here, and stopped at the end)
 #   PYTHON         .venv/bin/python if it is there, else python3
 #   USE_WANDB      1 if WANDB_API_KEY is set           WANDB_PROJECT [sleuth], WANDB_GROUP [the model's name]
 #   USE_TIS        0                                   1: correct for the mismatch between engines and trainer
 set -euo pipefail
+CALLED_FROM="$PWD" # hooks may lie there
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 MODEL="${MODEL:-qwen2.5-3B}"
@@ -47,7 +49,6 @@ SAVE_DIR="$(absolute "${SAVE_DIR:-checkpoints/${MODEL}_search}")"
 RUN_DIR="$(absolute "${RUN_DIR:-runs/$MODEL/$(date -u +%Y%m%d-%H%M%S)}")"
 TRAIN_DATA="$(absolute "${TRAIN_DATA:-data/search_r1/train.parquet}")"
 EVAL_DATA="$(absolute "${EVAL_DATA:-data/search_r1/test.parquet@[0:3000]}")"
-SEARCH_URL="${SEARCH_URL:-http://127.0.0.1:8000/retrieve}"
 NUM_GPUS="${NUM_GPUS:-8}"
 
 CHECKPOINT_ARGS=(
@@ -137,24 +138,22 @@ PLACEMENT_ARGS=(
     --colocate
 )
 
-# A dry run writes nothing but a scratch folder.
-scratch="$(mktemp -d)"
-trap 'rm -rf "$scratch"' EXIT
-CONFIG_DIR="$RUN_DIR"
-[[ "${DRY_RUN:-0}" == 1 ]] && CONFIG_DIR="$scratch"
-CONFIG_FILES=("$CONFIG_DIR/search.yaml")
 HOOK_ARGS=(
     --custom-generate-function-path generate_with_search.generate
     --custom-rm-path generate_with_search.reward_func
 )
 if [[ "${USE_TIS:-0}" == 1 ]]; then
-    HOOK_ARGS+=(--use-tis)
-    if [[ -f mis.py ]]; then
-        CONFIG_FILES+=("$PWD/mis.yaml")
-        HOOK_ARGS+=(--custom-tis-function-path mis.compute_mis_weights_with_cp)
-    fi
+    HOOK_ARGS+=(
+        --use-tis
+        --custom-config-path "$PWD/mis.yaml"
+        --custom-tis-function-path mis.compute_mis_weights_with_cp
+    )
 fi
-HOOK_ARGS+=(--custom-config-path "${CONFIG_FILES[@]}")
+
+# Only what was given: everything else is as the hook has it. Last, so that they outrank every other place.
+SEARCH_ARGS=()
+[[ -n "${SEARCH_BACKEND:-}" ]] && SEARCH_ARGS+=(--search-backend "$SEARCH_BACKEND")
+[[ -n "${SEARCH_URL:-}" ]] && SEARCH_ARGS+=(--search-url "$SEARCH_URL")
 
 WANDB_ARGS=()
 if [[ "${USE_WANDB:-${WANDB_API_KEY:+1}}" == 1 ]]; then
@@ -175,7 +174,10 @@ TRAIN_ARGS=(
     "${HOOK_ARGS[@]}"
     "${WANDB_ARGS[@]}"
     "$@"
+    "${SEARCH_ARGS[@]}"
 )
+
+scratch="$(mktemp -d)"
 
 ray_pid="" ray_dir="" submit_pid="" submission_id=""
 
@@ -200,14 +202,6 @@ trap clean_up EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# JSON is YAML, and its quoting is safe for any value.
-write_search_config() {
-    "$PYTHON" - "$SEARCH_URL" >"$1" <<'END'
-import json, sys
-print(json.dumps({"search_r1": {"search_backend": "local", "local": {"search_url": sys.argv[1]}}}))
-END
-}
-
 free_ports() {
     "$PYTHON" - "$1" <<'END'
 import socket, sys
@@ -218,18 +212,18 @@ print(*(s.getsockname()[1] for s in sockets))
 END
 }
 
-mkdir -p "$CONFIG_DIR"
-write_search_config "$CONFIG_DIR/search.yaml"
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-PLAN_ARGS=()
+export PYTHONPATH="$PWD:$CALLED_FROM${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+PLAN_ARGS=(--available-gpus "$NUM_GPUS")
 # On another cluster the files may be where this machine does not see them.
-[[ "${DRY_RUN:-0}" != 1 && -z "${RAY_ADDRESS:-}" ]] && PLAN_ARGS=(--require-files)
+[[ "${DRY_RUN:-0}" != 1 && -z "${RAY_ADDRESS:-}" ]] && PLAN_ARGS+=(--require-files)
+[[ "${DRY_RUN:-0}" != 1 ]] && mkdir -p "$RUN_DIR"
 "$PYTHON" -m sleuth.plan "${TRAIN_ARGS[@]}" "${PLAN_ARGS[@]}"
 [[ "${DRY_RUN:-0}" == 1 ]] && exit 0
 
 if [[ -z "${RAY_ADDRESS:-}" ]]; then
     read -r gcs_port dashboard_port agent_port client_port < <(free_ports 4)
     export RAY_raylet_start_wait_time_s=150 # a busy machine is not a broken one
+    export RAY_worker_niceness="${RAY_worker_niceness:-0}" # Ray's own 15 starves a run beside ordinary processes
     # Only who has this token may submit jobs to the head; every process of this script inherits it.
     RAY_AUTH_MODE=token RAY_AUTH_TOKEN="$("$PYTHON" -c 'import secrets; print(secrets.token_hex(32))')"
     export RAY_AUTH_MODE RAY_AUTH_TOKEN

@@ -11,15 +11,13 @@ import sys
 
 from rich.console import Console
 
-from sleuth.arguments import Args, check_files, check_model, config_table, parse_args_or_exit, read_hf_config
+from sleuth.arguments import Args, config_table, parse_args_or_exit
 from sleuth.checkpoints import TRACKER
 from sleuth.cluster.logs import configure_logging, failure_message
-from sleuth.cluster.preflight import check_data, check_disk
-from sleuth.cluster.ray_environment import check_ray
+from sleuth.cluster.preflight import preflight
 from sleuth.cluster.run import Run, start_run
 from sleuth.cluster.signals import end_on_signals
 from sleuth.cluster.sync import sync_weights
-from sleuth.hooks import check_hooks
 from sleuth.metrics.timing import timed
 from sleuth.metrics.tracker import Tracker
 
@@ -75,13 +73,9 @@ def interruption(args: Args) -> str:
 def main() -> None:
     end_on_signals()
     args: Args = parse_args_or_exit()
+    warnings: list[str] = []
     try:
-        check_files(args)
-        check_ray(args)
-        args = check_model(args, read_hf_config(args))
-        check_hooks(args)
-        check_data(args)
-        warning = check_disk(args)
+        args = preflight(args, warn=warnings.append)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     run_dir = args.run_dir.resolve()
@@ -89,7 +83,7 @@ def main() -> None:
     args.write(run_dir / "config.yaml")
     console = Console()
     console.print(config_table(args))
-    if warning:
+    for warning in warnings:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True, markup=False)
     console.print(f"starting (it takes a minute or so); logs: {run_dir / 'logs'}", soft_wrap=True, markup=False)
     try:

@@ -15,14 +15,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, PositiveInt
 from rich.console import Console
 from rich.table import Table
 
-from sleuth.arguments import Args, ArgumentsError, Group, check_files, check_model, parse_args, read_hf_config
-from sleuth.arguments.model_check import fit_to_model
-from sleuth.arguments.model_scripts import known_model, known_models
-from sleuth.hooks import check_hooks
+from sleuth.arguments import Args, Group, parse_args
+from sleuth.arguments.model_scripts import known_model
+from sleuth.arguments.table import flattened
+from sleuth.cluster.preflight import preflight
+from sleuth.hooks import describe_hooks
 
 GB = 1e9
 BF16, FP32 = 2, 4
@@ -34,6 +35,9 @@ class PlanOptions(Group):
     """Plan"""
 
     gpu_memory_gb: PositiveFloat = Field(80.0, description="Memory of one GPU, in 10^9 bytes.")
+    available_gpus: PositiveInt | None = Field(
+        None, description="GPUs that there are; a run that needs more is refused."
+    )
     require_files: bool = Field(False, description="Missing files are errors, not notes.")
 
 
@@ -174,47 +178,51 @@ def micro_batches(args: Args, tokens_per_sample: int) -> int:
     return math.ceil(samples / max(1, fitting))
 
 
-def resolve(args: PlanArgs) -> tuple[PlanArgs, str]:
-    """`args` with the model's shape filled in, and where the shape came from.
-
-    Raises ValueError where the flags contradict it, or where it cannot be known.
-    """
+def shape_source(args: Args) -> str:
+    """Where the model's shape comes from."""
     if (Path(args.hf_checkpoint) / "config.json").is_file():
-        return check_model(args, read_hf_config(args)), f"{args.hf_checkpoint}/config.json"
+        return f"{args.hf_checkpoint}/config.json"
     known = known_model(args.hf_checkpoint)
-    if known is None:
-        raise ArgumentsError(
-            f"--hf-checkpoint: expected a folder with config.json, or named after one of {', '.join(known_models())} "
-            f"to plan with; found {args.hf_checkpoint}"
+    return f"{known.script} (the model is not here yet)" if known else "flags"
+
+
+def check_gpus(args: PlanArgs) -> None:
+    """ValueError if the run needs more GPUs than there are."""
+    if args.available_gpus is not None and args.total_gpus > args.available_gpus:
+        raise ValueError(
+            f"expected at most the {args.available_gpus} GPUs that there are (NUM_GPUS, --available-gpus), found a run "
+            f"of {args.total_gpus}: {dict(_placement(args))['GPUs in all']}; lower --actor-num-gpus-per-node and "
+            "--rollout-num-gpus"
         )
-    return fit_to_model(args, known.shape, known.context, known.script), f"{known.script} (the model is not here yet)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan; 0 if it can work, else 2."""
     console = Console(width=120, soft_wrap=True, highlight=False)
+    notes: list[str] = []
     try:
-        args, source = resolve(parse_args(argv, model=PlanArgs))
-        hooks = check_hooks(args)
-        if args.require_files:
-            check_files(args)
-    except ValueError as error:
+        args = parse_args(argv, model=PlanArgs)
+        check_gpus(args)
+        args = preflight(args, planning=not args.require_files, warn=notes.append)
+    except (ValueError, OSError) as error:
         Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(str(error))
         return 2
-    for title, rows in _sections(args, source, hooks):
+    for title, rows in _sections(args):
         console.print(_table(title, rows))
-    for note in _notes(args):
+    for note in (*_notes(args), *notes):
         console.print(f"note: {note}", markup=False)
     return 0
 
 
-def _sections(args: PlanArgs, source: str, hooks: list[str]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    yield "Model", [("shape from", source), ("parameters", f"{num_parameters(args) / 1e9:.2f} billion")]
+def _sections(args: PlanArgs) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    yield "Model", [("shape from", shape_source(args)), ("parameters", f"{num_parameters(args) / 1e9:.2f} billion")]
     yield "Placement", list(_placement(args))
     yield "Parallel layout of the trainer", list(_layout(args))
     yield "One step", list(_batches(args))
     yield f"Memory per GPU, of {args.gpu_memory_gb:g} GB (estimate)", list(_memory(args))
-    yield "Hooks", [tuple(hook.split(" ", 1)) for hook in hooks]  # type: ignore[misc]
+    yield "Hooks", describe_hooks(args)
+    for section, values in args.custom_config.items():
+        yield f"Settings of the hooks: {section}", flattened(values)
 
 
 def _placement(args: Args) -> Iterator[tuple[str, str]]:
@@ -293,10 +301,6 @@ def _notes(args: PlanArgs) -> Iterator[str]:
         )
     if plan.kv_tokens == 0:
         yield "the engine's share does not hold its weights; raise --sglang-mem-fraction-static or its GPUs"
-    try:
-        check_files(args)
-    except ArgumentsError as error:
-        yield str(error)
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> Table:

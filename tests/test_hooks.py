@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sleuth.hooks import HookKind, accepts_evaluation, check_hooks, load_hook
+from sleuth.hooks import HookKind, accepts_evaluation, check_hooks, describe_hooks, load_hook
 
 HOOKS = """
 from functools import partial
@@ -117,8 +117,10 @@ def flags(**paths: str) -> Any:
 
 
 def test_every_hook_of_a_run_is_checked_the_importance_sampling_too():
-    found = check_hooks(flags(custom_rm_path="some_hooks.reward_func", custom_tis_function_path="some_hooks.tis"))
-    assert [hook.rpartition(" (")[0] for hook in found] == ["reward some_hooks.reward_func", "tis some_hooks.tis"]
+    args = flags(custom_rm_path="some_hooks.reward_func", custom_tis_function_path="some_hooks.tis")
+    check_hooks(args)
+    found = [(kind, path.rpartition(" (")[0]) for kind, path in describe_hooks(args)]
+    assert found == [("reward", "some_hooks.reward_func"), ("tis", "some_hooks.tis")]
     with pytest.raises(ValueError, match=r"--custom-tis-function-path some_hooks\.tis_strict"):
         check_hooks(flags(custom_tis_function_path="some_hooks.tis_strict"))
 

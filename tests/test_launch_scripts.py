@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from sleuth.arguments import parse_args
-from sleuth.plan import PlanArgs, main, memory_plan, micro_batches, num_parameters, resolve
+from sleuth.cluster.preflight import with_model
+from sleuth.plan import PlanArgs, main, memory_plan, micro_batches, num_parameters
 from tests.published_configs import PUBLISHED
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,7 +77,7 @@ def plan_args(name: str, *flags: str) -> PlanArgs:
         "--custom-rm-path",
         "stand_in.reward_func",
     ]
-    return resolve(parse_args([*base, "--colocate", *flags], model=PlanArgs))[0]
+    return with_model(parse_args([*base, "--colocate", *flags], model=PlanArgs), planning=True)
 
 
 def test_memory_of_the_3b_model_on_four_gpus():
@@ -154,6 +155,13 @@ def test_dry_run_refuses_what_cannot_work(hooks: dict[str, str], flags: list[str
     result = dry_run(*STAND_IN, *flags, **hooks)
     assert result.returncode == 2
     assert all(part in result.stderr for part in parts), result.stderr
+
+
+def test_more_gpus_than_there_are_are_refused(hooks: dict[str, str]):
+    result = dry_run(*STAND_IN, **hooks, NUM_GPUS="2")
+    assert result.returncode == 2
+    assert "expected at most the 2 GPUs that there are (NUM_GPUS" in result.stderr
+    assert "4 = max(4, 4), colocated" in result.stderr
 
 
 def test_an_unknown_model_is_refused():

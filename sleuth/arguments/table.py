@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Group as Renderables
@@ -19,16 +20,32 @@ def config_table(args: Args, *, only_changed: bool = False) -> Renderables:
         names = [name for name in group.__annotations__ if not only_changed or name in args.model_fields_set]
         if names:
             tables.append(_group_table((group.__doc__ or "").split(". ")[0].split(" (")[0], names, args))
+    for section, values in args.custom_config.items():
+        tables.append(_table(f"Settings of the hooks: {section}", [(*row, "") for row in flattened(values)]))
     return Renderables(*tables)
 
 
+def flattened(values: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """The entries of nested mappings as dotted key and text, such as `("local.proxy", "-")`."""
+    if not isinstance(values, Mapping):
+        return [(prefix, _text(values))]
+    return [row for key, value in values.items() for row in flattened(value, f"{prefix}.{key}" if prefix else str(key))]
+
+
 def _group_table(title: str, names: list[str], args: Args) -> Table:
+    given = args.model_fields_set
+    return _table(
+        title, [(flag(name), _text(getattr(args, name)), "bold" if name in given else "dim") for name in names]
+    )
+
+
+def _table(title: str, rows: Iterable[tuple[str, str, str]]) -> Table:
+    """A table of names and values; the third of a row is its style."""
     table = Table(title=title.strip(), title_justify="left", show_header=False, box=None, padding=(0, 2))
     table.add_column(no_wrap=True, min_width=40)
     table.add_column(overflow="fold")
-    for name in names:
-        style = "bold" if name in args.model_fields_set else "dim"
-        table.add_row(flag(name), _text(getattr(args, name)), style=style)
+    for name, value, style in rows:
+        table.add_row(name, value, style=style)
     return table
 
 

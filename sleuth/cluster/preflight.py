@@ -1,21 +1,122 @@
-"""What would end a run after minutes, told before anything starts: data that do not fit, a disk that is too small."""
+"""Everything that can be told before Ray starts: flags, hooks, files, model, data, disk, Ray, the search backend."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-from sleuth.arguments import Args, check_tokenizer
-from sleuth.data import check_rows, load_sft_rows
+from sleuth.arguments import Args, ArgumentsError, check_files, check_model, read_hf_config
+from sleuth.arguments.checks import flag
+from sleuth.arguments.model_check import fit_to_model
+from sleuth.arguments.model_scripts import known_model, known_models
+from sleuth.hooks import Settings, check_hooks, declared_settings, hook_modules, resolve_sections
 from sleuth.paths import nearest_existing
-from sleuth.rollout.engine_client import embedding_size
+
+logger = logging.getLogger(__name__)
+
+ArgsT = TypeVar("ArgsT", bound=Args)
+
+
+def preflight(args: ArgsT, *, planning: bool = False, warn: Callable[[str], None] = logger.warning) -> ArgsT:
+    """The arguments as a run will have them: the model's shape and every hook's section filled in.
+
+    Raises ValueError (or OSError) for the first thing with which the run would end: expected, found, remedy. What only
+    may hurt goes to `warn`. `planning`: for a run elsewhere or later, so what is missing on this machine (files, data,
+    a search server) goes to `warn` too, and the model's shape may come from scripts/models/ by its name.
+    """
+    modules = hook_modules(args)
+    args = with_hook_settings(args, modules)
+    missing = _complaint(check_files, args)
+    if missing and not planning:
+        raise ArgumentsError(missing)
+    args = with_model(args, planning=planning)
+    if missing:
+        warn(missing)
+    else:
+        check_data(args)
+        warning = check_disk(args)
+        if warning:
+            warn(warning)
+    if not planning:
+        from sleuth.cluster.ray_environment import check_ray  # imports Ray, which a plan does without
+
+        check_ray(args)
+    if args.search_check:
+        trouble = ask_services(args, modules)
+        if trouble and not planning:
+            raise ValueError(trouble)
+        if trouble:
+            warn(trouble)
+    return args
+
+
+def _complaint(check: Callable[[Args], None], args: Args) -> str | None:
+    try:
+        check(args)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def with_hook_settings(args: ArgsT, modules: Sequence[ModuleType]) -> ArgsT:
+    """`args` with every section that the hooks declare, defaults included; ValueError for settings that are wrong."""
+    classes = declared_settings(modules)
+    _check_flags_are_read(args, classes)
+    sections = resolve_sections(args, classes)
+    args = args.model_copy(update={"custom_config": args.custom_config | sections})
+    check_hooks(args)
+    return args
+
+
+def _check_flags_are_read(args: Args, classes: Sequence[type[Settings]]) -> None:
+    read = {name for cls in classes for name in cls.flags}
+    for name in ("search_backend", "search_url"):
+        if getattr(args, name) is not None and name not in read:
+            raise ArgumentsError(
+                f"{flag(name)} has no effect: none of the hooks that the flags name reads it; add "
+                "--custom-generate-function-path generate_with_search.generate, or drop it"
+            )
+
+
+def with_model(args: ArgsT, *, planning: bool = False) -> ArgsT:
+    """`args` with the model's shape; ValueError where flags contradict it, or where it cannot be known."""
+    if not planning or (Path(args.hf_checkpoint) / "config.json").is_file():
+        return check_model(args, read_hf_config(args))
+    known = known_model(args.hf_checkpoint)
+    if known is None:
+        raise ArgumentsError(
+            f"--hf-checkpoint: expected a folder with config.json, or named after one of {', '.join(known_models())} "
+            f"to plan with; found {args.hf_checkpoint}"
+        )
+    return fit_to_model(args, known.shape, known.context, known.script)
+
+
+def ask_services(args: Args, modules: Sequence[ModuleType]) -> str | None:
+    """Call each hook module's `async def check_services(args)`, if it has one; returns what the first complains of."""
+    for module in modules:
+        check = getattr(module, "check_services", None)
+        if check is not None:
+            try:
+                asyncio.run(check(args))
+            except ValueError as error:
+                return str(error)
+    return None
 
 
 def check_data(args: Args) -> None:
     """ValueError or OSError if tokenizer, prompts or labels do not fit, as far as the first rows tell."""
+    from transformers import AutoTokenizer
+
+    from sleuth.arguments import check_tokenizer
+    from sleuth.data import check_rows, load_sft_rows
+    from sleuth.rollout.engine_client import embedding_size
+
     tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
     check_tokenizer(tokenizer, embedding_size(args.hf_checkpoint))
     if args.loss_type == "sft":
@@ -50,6 +151,9 @@ def check_disk(args: Args) -> str | None:
 
 def checkpoint_bytes(args: Args) -> int:
     """About what a training checkpoint takes: weights, and Adam's two moments beside float32 weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     with torch.device("meta"):  # no memory, no weights
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.hf_checkpoint))
     bfloat16 = args.dtype == "bfloat16" or (args.dtype == "auto" and torch.cuda.is_available())

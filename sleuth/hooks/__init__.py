@@ -15,7 +15,15 @@ from sleuth.hooks.context import (
     use_rollout_context,
 )
 from sleuth.hooks.conversation import Conversation, Turn
-from sleuth.hooks.loader import HookKind, accepts_evaluation, check_hooks, hook_modules, load_hook, named_hooks
+from sleuth.hooks.loader import (
+    HookKind,
+    accepts_evaluation,
+    check_hooks,
+    describe_hooks,
+    hook_modules,
+    load_hook,
+    named_hooks,
+)
 from sleuth.hooks.settings import Settings, SettingsPart, declared_settings, resolve_sections
 from sleuth.sample import Sample, SampleStatus, Segment, Source, StopReason, TokenTrace
 from sleuth.tokens import decode, encode
@@ -41,6 +49,7 @@ __all__ = [
     "check_hooks",
     "declared_settings",
     "decode",
+    "describe_hooks",
     "drain_step_metrics",
     "encode",
     "hook_modules",

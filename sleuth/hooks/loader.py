@@ -122,17 +122,21 @@ def hook_modules(args: Any) -> list[ModuleType]:
     return list(modules.values())
 
 
-def check_hooks(args: Any) -> list[str]:
-    """Import every hook that the flags of `args` name; returns `kind path (file)` for each.
+def check_hooks(args: Any) -> None:
+    """Import every hook that the flags of `args` name, and let their modules check the settings.
 
-    A module of hooks may have a function `check_args(args)`, which is called here: it raises ValueError where settings
-    of the hooks' own are wrong. Raises ValueError as `load_hook` does.
+    A module of hooks may have a function `check_args(args)`: it raises ValueError where settings of the hooks' own are
+    wrong. Raises ValueError as `load_hook` does.
     """
     for module in hook_modules(args):
         if callable(check := getattr(module, "check_args", None)):
             check(args)
+
+
+def describe_hooks(args: Any) -> list[tuple[str, str]]:
+    """The kind of each hook that the flags name, and its path and file."""
     return [
-        f"{kind} {path} ({getattr(sys.modules[path.rpartition('.')[0]], '__file__', 'built in')})"
+        (kind, f"{path} ({getattr(sys.modules[path.rpartition('.')[0]], '__file__', 'built in')})")
         for kind, path in named_hooks(args).items()
     ]
 

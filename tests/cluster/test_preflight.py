@@ -17,7 +17,8 @@ Usage = namedtuple("Usage", "total used free")
 
 
 def make_args(tmp_path: Path, *flags: str, data: str | Path = DEMO / "train.parquet") -> Args:
-    fixed = f"--hf-checkpoint {DEMO / 'model'} --colocate --custom-rm-path a.b --apply-chat-template --num-rollout 40"
+    hooks = "--custom-rm-path generate_with_search.reward_func"
+    fixed = f"--hf-checkpoint {DEMO / 'model'} --colocate {hooks} --apply-chat-template --num-rollout 40"
     more = ["--prompt-data", str(data), "--save", str(tmp_path / "run/save"), "--save-interval", "10", *flags]
     return parse_args([*fixed.split(), *more])
 

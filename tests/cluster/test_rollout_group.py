@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import ray
-from sleuth.algo.batch import OptimizerStepBatch
 
+from sleuth.algo.optimizer_steps import OptimizerStepBatch
 from sleuth.cluster.placement import ray_session
 from sleuth.cluster.rollout_group import RolloutActor, StepRefs
 from sleuth.rollout.manager import StepData
