@@ -16,7 +16,7 @@ import string
 import tokenize
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Number
@@ -270,10 +270,11 @@ def _answers_in(label: Any) -> list[str]:
         spelled = _label_spelled_by(label)
         return _answers_in(spelled) if spelled is not None else [label] if label.strip() else []
     if isinstance(label, _LISTS):
-        mapping = _mapping_of_pairs(label)
-        return [answer for item in label for answer in _answers_in(item)] if mapping is None else _answers_in(mapping)
-    if isinstance(label, Mapping):
-        return _answers_in_mapping(label)
+        if dictionary := _dictionary_of_pairs(label):
+            return _answers_in_dictionary(dictionary)
+        return [answer for item in label for answer in _answers_in(item)]
+    if isinstance(label, dict):
+        return _answers_in_dictionary(label)
     if hasattr(label, "tolist") and not hasattr(value := label.tolist(), "tolist"):  # a numpy array or scalar
         return _answers_in(value)
     if isinstance(label, bytes):
@@ -295,7 +296,7 @@ def _is_missing(label: Any) -> bool:
     return label is None or type(label).__name__ == "NAType"
 
 
-def _answers_in_mapping(label: Mapping[Any, Any]) -> list[str]:
+def _answers_in_dictionary(label: dict[Any, Any]) -> list[str]:
     """The answers under the first keys that have any."""
     for keys in _LABEL_KEYS:
         if answers := [answer for key in keys if key in label for answer in _answers_in(label[key])]:
@@ -309,13 +310,13 @@ def _answers_in_mapping(label: Mapping[Any, Any]) -> list[str]:
     return []
 
 
-def _mapping_of_pairs(items: Collection[Any]) -> dict[str, Any] | None:
+def _dictionary_of_pairs(items: Collection[Any]) -> dict[str, Any] | None:
     """The dictionary that (key, value) pairs spell, or None.
 
     Lists of two texts, as JSON writes pairs, are answers unless one begins with a known key.
     """
     pairs: list[Any] = [
-        item for item in items if isinstance(item, list | tuple) and len(item) == 2 and isinstance(item[0], str)
+        item for item in items if isinstance(item, (list, tuple)) and len(item) == 2 and isinstance(item[0], str)
     ]
     if not pairs or len(pairs) < len(items):
         return None
