@@ -1,4 +1,4 @@
-"""Files of a data set on the Hugging Face hub, by `huggingface_hub`: downloaded on from where a killed run was, checked.
+"""Files of a data set on the Hugging Face hub, by `huggingface_hub`: going on after a kill, and checked.
 
 `hf_hub_download` throws away what a killed process had; its parts, used here, can go on. All of the library's own
 variables count: HF_TOKEN for private hubs, HF_ENDPOINT for mirrors, HF_HUB_DOWNLOAD_TIMEOUT and so on.

@@ -165,6 +165,7 @@ class PublicResolver(AbstractResolver):
 # --- Decoding ---
 
 _META_CHARSET = re.compile(rb"""<meta[^>]{0,200}?charset\s*=\s*["']?\s*([A-Za-z0-9_:.-]{2,40})""", re.IGNORECASE)
+_BETWEEN_TEXTS = re.compile(rb"[<>\r\n]+")
 _WIDER = {  # what pages mean by a label: its superset, as browsers read it
     "ascii": "cp1252",
     "iso8859-1": "cp1252",
@@ -208,10 +209,15 @@ def _codec(label: str) -> str | None:
 
 
 def _detected(data: bytes) -> str:
-    from charset_normalizer import from_bytes
+    """The charset by chardet, among those of the web, from the texts that are not ASCII.
 
-    best = from_bytes(data[:65536], cp_exclusion=["utf_16", "utf_16_be", "utf_16_le", "utf_32"]).best()
-    return best.encoding if best is not None else "cp1252"
+    The whole page would mislead it: markup and English in ASCII outweigh some lines of another language.
+    """
+    import chardet
+
+    texts = b" ".join(text for text in _BETWEEN_TEXTS.split(data) if not text.isascii())
+    best = chardet.detect(texts, encoding_era=chardet.EncodingEra.MODERN_WEB, prefer_superset=True, compat_names=False)
+    return best["encoding"] or "cp1252"
 
 
 # --- Reading ---
