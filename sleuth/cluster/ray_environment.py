@@ -18,6 +18,7 @@ from sleuth.loopback import without_proxy
 MAX_SOCKET_PATH = 107
 """Bytes of the path of a Unix socket, on Linux."""
 NICENESS = "RAY_worker_niceness"
+_ARE_YOU_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 CONNECT_SECONDS = ANSWER_SECONDS = 8.0
 
 
@@ -93,12 +94,19 @@ def _connection_trouble(host: str, port: int) -> str | None:
 
 
 def _answer_trouble(address: str) -> str | None:
-    """Whether what listens at `address` speaks gRPC, as Ray does."""
+    """What tells that `address` is no Ray: silence, or a web server's answer (some networks accept every connection).
+
+    A refusal by gRPC's own means, as for want of a token, is an answer.
+    """
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        ask = channel.unary_unary(_ARE_YOU_ALIVE, request_serializer=bytes, response_deserializer=bytes)
         try:
-            grpc.channel_ready_future(channel).result(timeout=ANSWER_SECONDS)
-        except grpc.FutureTimeoutError:
-            return f"what listens there did not answer as Ray does within {ANSWER_SECONDS:.0f} s"
+            ask(b"", timeout=ANSWER_SECONDS, wait_for_ready=True)
+        except grpc.RpcError as error:
+            if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+                return f"what listens there did not answer as Ray does within {ANSWER_SECONDS:.0f} s"
+            if "http2 header with status" in error.details():
+                return "a web server listens there"
     return None
 
 

@@ -96,6 +96,34 @@ def test_what_does_not_answer_is_told_in_time(silent: str, monkeypatch: pytest.M
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        (grpc.StatusCode.UNAUTHENTICATED, None),
+        (grpc.StatusCode.UNAVAILABLE, "did not answer as Ray does"),
+        (grpc.StatusCode.UNIMPLEMENTED, None),
+    ],
+)
+def test_a_ray_that_wants_a_token_is_one(status: grpc.StatusCode, told: str | None) -> None:
+    def refuse(request: bytes, context: grpc.ServicerContext) -> bytes:
+        context.abort(status, "no")
+        return b""
+
+    class Handler(grpc.GenericRpcHandler):
+        def service(self, details: Any) -> Any:
+            return grpc.unary_unary_rpc_method_handler(refuse, request_deserializer=bytes, response_serializer=bytes)
+
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[Handler()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        trouble = ray_environment._answer_trouble(f"127.0.0.1:{port}")
+    finally:
+        server.stop(0)
+    assert (trouble is None) == (told is None)
+    assert (told or "") in (trouble or "")
+
+
 def test_what_answers_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     server = grpc.server(ThreadPoolExecutor(1))

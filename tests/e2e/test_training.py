@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import MODEL
 from tests.e2e.runs import processes_of, run_training, started_training, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
@@ -44,6 +45,26 @@ def test_a_run_trains_saves_and_resumes(tmp_path, flags):
         for step in (1, 2, 3)
     ]
     assert cursor == [4, 8, 12]
+
+
+def test_a_supervised_run_trains_saves_and_resumes(tmp_path):
+    data = tmp_path / "trajectories.jsonl"
+    segments = [{"text": "who wrote it?", "weight": 0.0}, {"text": "<answer> she did </answer>", "weight": 1.0}]
+    data.write_text("".join(json.dumps({"segments": segments}) + "\n" for _ in range(6)))
+    flags = [
+        *("--loss-type", "sft", "--hf-checkpoint", str(MODEL), "--prompt-data", str(data), "--lr", "1e-3"),
+        *("--rollout-batch-size", "4", "--global-batch-size", "4", "--num-rollout", "2", "--save-interval", "1"),
+        *("--run-dir", str(tmp_path / "run"), "--save", str(tmp_path / "save")),
+    ]
+    code, output = run_training(flags)
+    assert code == 0, output
+    code, output = run_training([*flags, "--load", str(tmp_path / "save"), "--num-rollout", "3"])
+    assert code == 0, output
+    lines = metrics_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[0]["train/loss"] > lines[2]["train/loss"]
+    assert json.loads((tmp_path / "save/iter_0000003/rollout_state.json").read_text())["stream"]["position"] == 0
+    assert processes_of(tmp_path / "run") == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
