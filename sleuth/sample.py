@@ -118,9 +118,10 @@ class TokenTrace:
 class Sample:
     """One trajectory, from its prompt to its reward.
 
+    `file` and `row` say where its prompt stands in the data (rows count from 0).
     `rollout_metrics` are numbers the generate hook reports (for example `searches`); the rollout
     averages each over a step as `rollout/<name>`. `weight_version` is the policy's version that
-    generated the last turn.
+    generated the last turn. `notes` are what else the hooks report, for people who read trajectories.
     """
 
     index: int
@@ -136,6 +137,9 @@ class Sample:
     rollout_metrics: dict[str, float] = field(default_factory=dict)
     weight_version: str | None = None
     error: str | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+    file: str | None = None
+    row: int | None = None
 
     def finish(self, status: SampleStatus, reason: StopReason, error: str | None = None) -> Sample:
         """Set how the trajectory ended, and return the sample."""

@@ -210,6 +210,8 @@ def _new_sample(row: PromptRow, group_index: int, index: int) -> Sample:
         trace=TokenTrace(list(row.prompt_ids)),
         label=row.label,
         metadata=dict(row.metadata),
+        file=row.file,
+        row=row.index,
     )
 
 
