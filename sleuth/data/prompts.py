@@ -54,7 +54,7 @@ class PromptStream(RowStream[PromptRow]):
         return self.next_rows(count)
 
     def _row_bytes(self, row: PromptRow) -> bytes:
-        return array("q", row.prompt_ids).tobytes() + super()._row_bytes(row.label)
+        return array("i", row.prompt_ids).tobytes() + super()._row_bytes(row.label)
 
 
 def load_rows(
@@ -101,12 +101,15 @@ class Keys:
 
 
 def _read(path: str, keys: Keys, limit: int | None = None) -> Records:
-    columns = {keys.input, keys.label, keys.metadata, "data_source"} | ({keys.tools} if keys.tools else set())
-    records = read_records(path, columns, limit)
-    records.require(keys.input, keys.input_flag)
-    records.require(keys.label, keys.label_flag)
+    needed = {keys.input: keys.input_flag, keys.label: keys.label_flag}
     if keys.tools:
-        records.require(keys.tools, "--tool-key")
+        needed[keys.tools] = "--tool-key"
+    columns = {*needed, keys.metadata, "data_source"}
+    records = read_records(path, columns, limit)
+    if limit is not None and not set(needed) <= set(records.columns):
+        records = read_records(path, columns)  # in JSONL only later rows may have a key
+    for column, flag in needed.items():
+        records.require(column, flag)
     return records
 
 

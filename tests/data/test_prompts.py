@@ -239,6 +239,15 @@ def test_other_columns_are_not_read(
     ]
 
 
+def test_a_look_finds_a_key_that_only_later_rows_have(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    row = {"prompt": "q", "reward_model": 1}
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(map(json.dumps, [*[row] * 20, row | {"tools": [{"name": "search"}]}])))
+    check_rows(str(path), make_args(str(path), "--tool-key", "tools", "--apply-chat-template"), tokenizer)
+    with pytest.raises(ValueError, match=r"expected a column 'calls' \(--tool-key\)"):
+        check_rows(str(path), make_args(str(path), "--tool-key", "calls", "--apply-chat-template"), tokenizer)
+
+
 def test_rows_without_an_answer_are_counted_and_told(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:

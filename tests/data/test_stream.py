@@ -96,7 +96,7 @@ def test_the_fingerprint_of_prompts_is_that_of_tokens_and_labels() -> None:
         return PromptStream(rows, seed=0, shuffle=False).fingerprint()
 
     row = PromptRow(0, "a", [1, 2], {"target": ["\ud835"]})
-    assert fingerprint(row) == ["5f4dc4c960f491ff"]  # another process, another year: the same
+    assert fingerprint(row) == ["43350d2e4f030c21"]  # another process, another year: the same
     assert fingerprint(replace(row, index=7, prompt="b", metadata={"a": 1}, file="x")) == fingerprint(row)
     assert fingerprint(replace(row, label={"target": ["b"]})) != fingerprint(row)
     assert fingerprint(replace(row, prompt_ids=[1, 3])) != fingerprint(row)
