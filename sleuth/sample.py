@@ -192,7 +192,8 @@ class Sample:
 
     `metadata` is the row's, and is left as it is: what a hook has to say goes through `report`, which puts numbers
     into `rollout_metrics` and everything else into `notes`. `weight_version` is the policy's version that generated the
-    last turn. `stop_reason` is a StopReason, or a word of the hook's own. `file` and `row`: where the prompt stands.
+    last turn. `stop_reason` is a StopReason, or a word of the hook's own. `file` and `row`: where the prompt
+    stands (rows count from 0).
     """
 
     index: int

@@ -114,13 +114,13 @@ def check_data(args: Args) -> None:
     from transformers import AutoTokenizer
 
     from sleuth.arguments import check_tokenizer
-    from sleuth.data import check_rows, load_sft_rows
+    from sleuth.data import check_rows, check_sft_rows
     from sleuth.rollout.engine_client import embedding_size
 
     tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
     check_tokenizer(tokenizer, embedding_size(args.hf_checkpoint))
     if args.loss_type == "sft":
-        load_sft_rows(args.prompt_data, tokenizer)
+        check_sft_rows(args.prompt_data, tokenizer)
         return
     check_rows(args.prompt_data, args, tokenizer)
     for path in args.eval_sets.values():

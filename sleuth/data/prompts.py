@@ -8,8 +8,9 @@ stream.next_groups(8)
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -17,24 +18,32 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from sleuth.arguments import Args
+from sleuth.data.labels import is_blank
+from sleuth.data.messages import Prompt, read_prompt, read_tools
 from sleuth.data.records import Records, read_records
+from sleuth.data.render import PromptRenderer
 from sleuth.data.stream import RowStream
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | list[dict[str, Any]]
 CHECKED_ROWS = 16
+NAMED_ROWS = 5
+"""Rows that a warning names."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One row of prompt data. `index` is its row in the file; `prompt` is as in the file; `prompt_ids` is rendered."""
+    """One row of prompt data: row `index` of `file`.
+
+    `prompt` is a text or messages as in the file; `prompt_ids` is rendered; `label` is as in the file.
+    """
 
     index: int
     prompt: Prompt
     prompt_ids: list[int]
     label: Any
     metadata: dict[str, Any] = field(default_factory=dict)
+    file: str | None = None
 
 
 class PromptStream(RowStream[PromptRow]):
@@ -44,6 +53,9 @@ class PromptStream(RowStream[PromptRow]):
         """The next `count` prompts, one for each group."""
         return self.next_rows(count)
 
+    def _row_bytes(self, row: PromptRow) -> bytes:
+        return array("i", row.prompt_ids).tobytes() + super()._row_bytes(row.label)
+
 
 def load_rows(
     path: str, args: Args, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool = False
@@ -52,62 +64,70 @@ def load_rows(
 
     The columns are those of the flags (`--eval-input-key` and `--eval-label-key` if `evaluation`). A column
     `data_source`, where there is one, goes into each row's metadata. Prompts that leave no token of the context to
-    generate are dropped, and the log says how many. Raises ValueError if a column is missing (naming those found), a
-    prompt is not a prompt, or no row is left.
+    generate are dropped, and the log says how many; it also says how many rows have no answer in their label. Raises
+    ValueError if a column is missing (naming those found), a prompt is not a prompt, or no row is left.
     """
-    return _drop_long(list(_iter_rows(read_records(path), args, tokenizer, evaluation)), path, _context_limit(args))
+    keys = Keys.of(args, evaluation)
+    rows = _drop_long(list(_iter_rows(_read(path, keys), keys, args, tokenizer)), path, _context_limit(args))
+    _tell_blank_labels(rows, path, keys.label)
+    return rows
 
 
 def check_rows(path: str, args: Args, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool = False) -> None:
     """Raise as `load_rows` would, as far as the first rows tell: a look before anything expensive starts."""
-    records = read_records(path, limit=None if args.data_source_filter else CHECKED_ROWS)
-    deque(islice(_iter_rows(records, args, tokenizer, evaluation), CHECKED_ROWS), maxlen=0)
-
-
-def _iter_rows(
-    records: Records, args: Args, tokenizer: PreTrainedTokenizerBase, evaluation: bool
-) -> Iterator[PromptRow]:
-    input_flag, label_flag = ("--eval-input-key", "--eval-label-key") if evaluation else ("--input-key", "--label-key")
-    input_key = args.eval_input_key if evaluation else args.input_key
-    label_key = args.eval_label_key if evaluation else args.label_key
-    records.require(input_key, input_flag)
-    records.require(label_key, label_flag)
-    if args.tool_key:
-        records.require(args.tool_key, "--tool-key")
-    renderer = PromptRenderer(tokenizer, args.apply_chat_template, args.apply_chat_template_kwargs)
-    for index, record in _selected(records, args.data_source_filter):
-        prompt = _checked_prompt(record.get(input_key), f"row {index} of {records.path}, column {input_key!r}")
-        ids = renderer.render(prompt, tools=record.get(args.tool_key) if args.tool_key else None)
-        yield PromptRow(index, prompt, ids, record.get(label_key), _metadata(record, args.metadata_key))
+    keys = Keys.of(args, evaluation)
+    records = _read(path, keys, limit=None if args.data_source_filter else CHECKED_ROWS)
+    deque(islice(_iter_rows(records, keys, args, tokenizer), CHECKED_ROWS), maxlen=0)
 
 
 @dataclass(frozen=True, slots=True)
-class PromptRenderer:
-    """Turns a prompt into token ids: through the chat template, or a text as it stands."""
+class Keys:
+    """The columns that the flags name, and the flags."""
 
-    tokenizer: PreTrainedTokenizerBase
-    apply_chat_template: bool
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    input: str
+    label: str
+    tools: str | None
+    metadata: str
+    input_flag: str
+    label_flag: str
 
-    def __post_init__(self) -> None:
-        if self.apply_chat_template and not self.tokenizer.chat_template:
-            raise ValueError(
-                "--apply-chat-template: the tokenizer has no chat template; use one that has, or drop the flag"
-            )
-
-    def render(self, prompt: Prompt, tools: Sequence[Any] | None = None) -> list[int]:
-        """Token ids of the prompt, ending where the model is to begin. A text counts as one user message."""
-        if self.apply_chat_template:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            options: dict[str, Any] = {"add_generation_prompt": True, "tools": tools or None, **self.template_kwargs}
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        elif isinstance(prompt, str):
-            text = prompt
+    @classmethod
+    def of(cls, args: Args, evaluation: bool) -> Keys:
+        if evaluation:
+            columns, flags = (args.eval_input_key, args.eval_label_key), ("--eval-input-key", "--eval-label-key")
         else:
-            raise ValueError("the prompt is a list of messages: add --apply-chat-template to render it")
-        # The template has put in every special token there is to be.
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+            columns, flags = (args.input_key, args.label_key), ("--input-key", "--label-key")
+        return cls(*columns, args.tool_key, args.metadata_key, *flags)
+
+
+def _read(path: str, keys: Keys, limit: int | None = None) -> Records:
+    needed = {keys.input: keys.input_flag, keys.label: keys.label_flag}
+    if keys.tools:
+        needed[keys.tools] = "--tool-key"
+    columns = {*needed, keys.metadata, "data_source"}
+    records = read_records(path, columns, limit)
+    if limit is not None and not set(needed) <= set(records.columns):
+        records = read_records(path, columns)  # in JSONL only later rows may have a key
+    for column, flag in needed.items():
+        records.require(column, flag)
+    return records
+
+
+def _iter_rows(records: Records, keys: Keys, args: Args, tokenizer: PreTrainedTokenizerBase) -> Iterator[PromptRow]:
+    renderer = PromptRenderer(tokenizer, args.apply_chat_template, args.apply_chat_template_kwargs)
+    one_object: dict[int, int] = {}  # for each token id: a list of new integers takes five times the memory
+    for index, record in _selected(records, args.data_source_filter):
+        row = f"row {index} of {records.path}"
+        where = f"{row}, column {keys.input!r} ({keys.input_flag})"
+        prompt = read_prompt(record.get(keys.input), where, padded=records.padded)
+        tools = None
+        if keys.tools:
+            tools_where = f"{row}, column {keys.tools!r} (--tool-key)"
+            tools = read_tools(record.get(keys.tools), tools_where, padded=records.padded)
+            where += f" with {keys.tools!r}"
+        ids = [one_object.setdefault(token, token) for token in renderer.render(prompt, tools, where)]
+        metadata = _metadata(record, keys.metadata)
+        yield PromptRow(index, prompt, ids, record.get(keys.label), metadata, records.path)
 
 
 def _selected(records: Records, sources: list[str] | None) -> list[tuple[int, dict[str, Any]]]:
@@ -121,14 +141,6 @@ def _selected(records: Records, sources: list[str] | None) -> list[tuple[int, di
         found = sorted({str(row.get("data_source")) for row in records.rows})
         raise ValueError(f"no row of {records.path} has a data_source of {sources}; found {', '.join(found)}")
     return selected
-
-
-def _checked_prompt(value: Any, where: str) -> Prompt:
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m and "content" in m for m in value):
-        return value
-    raise ValueError(f"expected a text or a list of messages with role and content in {where}, found {value!r:.200}")
 
 
 def _metadata(record: dict[str, Any], key: str) -> dict[str, Any]:
@@ -159,3 +171,18 @@ def _drop_long(rows: list[PromptRow], path: str, limit: int) -> list[PromptRow]:
             "raise --rollout-max-context-len or shorten the prompts"
         )
     return kept
+
+
+def _tell_blank_labels(rows: list[PromptRow], path: str, column: str) -> None:
+    blank = [row.index for row in rows if is_blank(row.label)]
+    if blank:
+        named = ", ".join(map(str, blank[:NAMED_ROWS])) + (", ..." if len(blank) > NAMED_ROWS else "")
+        logger.warning(
+            "%s: %d of %d rows have no answer in their label, column %r (rows %s): a reward that compares with the "
+            "label is never given there",
+            path,
+            len(blank),
+            len(rows),
+            column,
+            named,
+        )

@@ -2,7 +2,7 @@
 
 A row's column `segments` is a list of `{"text": str, "weight": float}`. Each segment is encoded on its own, as the
 parts of a rollout are (a turn, an observation), so that the model sees the same token ids in both. A token's
-weight is its segment's.
+weight is its segment's. The first segment begins as the tokenizer begins texts (a BOS, for some).
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from sleuth.data.records import read_records
+from sleuth.data.render import check_encodable, opening_ids, with_opening
 from sleuth.data.stream import RowStream
 from sleuth.sample import TrainSample
 
 Segments = list[dict[str, Any]]
+CHECKED_ROWS = 16
 
 
 class SftStream(RowStream[Segments]):
@@ -36,13 +38,22 @@ def load_sft_rows(path: str, tokenizer: PreTrainedTokenizerBase, *, seed: int = 
 
     Raises ValueError if the column `segments` is missing or a row of it is not such a list.
     """
-    records = read_records(path)
+    return SftStream(_read(path), tokenizer, seed=seed, shuffle=shuffle)
+
+
+def check_sft_rows(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise as `load_sft_rows` and the first batch would, as far as the first rows tell."""
+    for segments in _read(path, CHECKED_ROWS):
+        encode_segments(segments, tokenizer)
+
+
+def _read(path: str, limit: int | None = None) -> list[Segments]:
+    records = read_records(path, ["segments"], limit)
     records.require("segments", "--loss-type sft")
-    rows = [
+    return [
         _checked_segments(row.get("segments"), f"row {index} of {records.path}")
         for index, row in enumerate(records.rows, start=records.first)
     ]
-    return SftStream(rows, tokenizer, seed=seed, shuffle=shuffle)
 
 
 def encode_segments(segments: Segments, tokenizer: PreTrainedTokenizerBase) -> TrainSample:
@@ -50,9 +61,11 @@ def encode_segments(segments: Segments, tokenizer: PreTrainedTokenizerBase) -> T
     encoded = tokenizer([segment["text"] for segment in segments], add_special_tokens=False)["input_ids"]
     ids = [token for part in encoded for token in part]
     weights = [float(s["weight"]) for s, part in zip(segments, encoded, strict=True) for _ in part]
-    if len(ids) < 2:
-        raise ValueError(f"expected a trajectory of at least 2 tokens, found {len(ids)}: {segments!r:.200}")
-    return TrainSample(token_ids=ids, prompt_length=1, loss_mask=weights[1:])
+    begun = with_opening(ids, opening_ids(tokenizer))
+    weights = [0.0] * (len(begun) - len(ids)) + weights
+    if len(begun) < 2:
+        raise ValueError(f"expected a trajectory of at least 2 tokens, found {len(begun)}: {segments!r:.200}")
+    return TrainSample(token_ids=begun, prompt_length=1, loss_mask=weights[1:])
 
 
 def _checked_segments(value: Any, where: str) -> Segments:
@@ -60,6 +73,8 @@ def _checked_segments(value: Any, where: str) -> Segments:
         raise ValueError(
             f"expected a list of {{'text': str, 'weight': number >= 0}} as 'segments' in {where}, found {value!r:.200}"
         )
+    for segment in value:
+        check_encodable(segment["text"], f"{where}, column 'segments'")
     return value
 
 

@@ -6,12 +6,16 @@ no generator state.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
+
+PARTS = 32
+"""Into so many parts the rows are cut for their fingerprint, so that one can say where the data differ."""
 
 Row = TypeVar("Row")
 
@@ -32,6 +36,7 @@ class RowStream(Generic[Row]):
         self._epoch = 0
         self._position = 0
         self._order = self._permutation()
+        self._fingerprint: list[str] | None = None
 
     @property
     def epoch(self) -> int:
@@ -43,24 +48,26 @@ class RowStream(Generic[Row]):
         return [self._next() for _ in range(count)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor: `epoch`, `position` in it (rows), and what the order depends on."""
+        """The cursor: `epoch`, `position` in it (rows), what the order depends on, and the rows' fingerprint."""
         return {
             "epoch": self._epoch,
             "position": self._position,
             "seed": self._seed,
             "shuffle": self._shuffle,
             "size": len(self._rows),
+            "fingerprint": self.fingerprint(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. The saved seed and order hold, whatever this stream was made with.
 
-        Raises ValueError if the data has another number of rows: the cursor would mean nothing.
+        Raises ValueError if the data are not those of the checkpoint: the cursor would mean nothing.
         """
-        if state["size"] != len(self._rows):
+        if difference := self._difference(state):
             raise ValueError(
-                f"the checkpoint's data cursor is for {state['size']} rows, but the data has {len(self._rows)}; "
-                "load the same --prompt-data (and filter, and context limit), or start without --load"
+                f"the checkpoint's data cursor is for {difference}; load the same --prompt-data (with the same slice, "
+                "columns, filter, chat template and context limit), or take only the weights of the checkpoint "
+                "(--finetune loads weights alone)"
             )
         if (state["seed"], state["shuffle"]) != (self._seed, self._shuffle):
             logger.warning(
@@ -69,6 +76,42 @@ class RowStream(Generic[Row]):
         self._seed, self._shuffle = state["seed"], state["shuffle"]
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._permutation()
+
+    def fingerprint(self) -> list[str]:
+        """A hash of each of up to PARTS parts of the rows, in file order; made once."""
+        if self._fingerprint is None:
+            size = self._part_size()
+            starts = range(0, len(self._rows), size)
+            self._fingerprint = [self._hash(self._rows[start : start + size]) for start in starts]
+        return self._fingerprint
+
+    def _part_size(self) -> int:
+        return -(-len(self._rows) // PARTS)
+
+    def _hash(self, rows: Sequence[Row]) -> str:
+        digest = hashlib.blake2b(digest_size=8)
+        for row in rows:
+            data = self._row_bytes(row)
+            digest.update(b"%d:" % len(data))  # so that no byte can move from a row to the next unseen
+            digest.update(data)
+        return digest.hexdigest()
+
+    def _row_bytes(self, row: Any) -> bytes:
+        """What makes a row the row it is, the same in every process."""
+        return repr(row).encode("utf-8", "surrogatepass")
+
+    def _difference(self, state: dict[str, Any]) -> str | None:
+        """What the rows of `state` are that these are not; None if they are the same, as far as the state tells."""
+        size = len(self._rows)
+        if state["size"] != size:
+            return f"{state['size']} rows, but the data has {size}"
+        saved = state.get("fingerprint")  # older checkpoints have none
+        if saved is None or saved == self.fingerprint():
+            return None
+        part = next(i for i, (a, b) in enumerate(zip(saved, self.fingerprint(), strict=True)) if a != b)
+        first = part * self._part_size()
+        last = min(size, first + self._part_size()) - 1
+        return f"other rows: of the {size}, the first that differ are among rows {first} to {last}"
 
     def _next(self) -> Row:
         if self._position == len(self._rows):

@@ -7,6 +7,7 @@ model said, what the environment put in, and why the reward is what it is.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,24 +17,40 @@ from transformers import PreTrainedTokenizerBase
 from sleuth.metrics.jsonl import finite
 from sleuth.sample import Sample, Segment
 
+logger = logging.getLogger(__name__)
+
+SECONDS = "_seconds"
+"""How the names of metrics end that are times."""
+
 
 def write_trajectories(
-    path: str | Path, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, limit: int
+    path: str | Path,
+    samples: Sequence[Sample],
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    *,
+    evaluation: bool = False,
 ) -> None:
     """Write up to `limit` samples, spread evenly over the step, to `path` (JSONL) and beside it as markdown.
 
-    The folder is made; existing files of that name are replaced. A limit of 0 writes nothing.
+    The folder is made; existing files of that name are replaced. A limit of 0 writes nothing. `evaluation`: they are
+    not trained on. What cannot be written is told in the log and ends nothing: this is for readers only.
     """
-    path = Path(path)
     chosen = spread(samples, limit)
     if not chosen:
         return
-    records = [trajectory_record(sample, tokenizer) for sample in chosen]
+    try:
+        records = [trajectory_record(sample, tokenizer, evaluation=evaluation) for sample in chosen]
+        _write(Path(path), records, f"{len(records)} of {len(samples)} trajectories")
+    except Exception:  # hooks put anything into labels and notes, disks fill up
+        logger.warning("trajectories could not be written to %s; the run goes on", path, exc_info=True)
+
+
+def _write(path: Path, records: list[dict[str, Any]], title: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records]
     _replace(path, "".join(lines))
-    title = f"# {path.stem}: {len(records)} of {len(samples)} trajectories\n\n"
-    _replace(path.with_suffix(".md"), title + "\n".join(map(trajectory_markdown, records)))
+    _replace(path.with_suffix(".md"), f"# {path.stem}: {title}\n\n" + "\n".join(map(trajectory_markdown, records)))
 
 
 def spread(samples: Sequence[Sample], limit: int) -> list[Sample]:
@@ -45,15 +62,20 @@ def spread(samples: Sequence[Sample], limit: int) -> list[Sample]:
 
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8", errors="replace")  # half of a surrogate pair becomes a question mark
     temporary.replace(path)
 
 
-def trajectory_record(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def trajectory_record(
+    sample: Sample, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool = False
+) -> dict[str, Any]:
     """A JSON-able view of a sample: text by segments, token ids, and how it was scored."""
     return {
         "index": sample.index,
         "group_index": sample.group_index,
+        "file": sample.file,
+        "row": sample.row,
+        "evaluation": evaluation,
         "data_source": sample.metadata.get("data_source"),
         "status": str(sample.status),
         "stop_reason": str(sample.stop_reason) if sample.stop_reason else None,
@@ -63,9 +85,7 @@ def trajectory_record(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dic
         "rollout_metrics": {name: finite(value) for name, value in sample.rollout_metrics.items()},
         "weight_version": sample.weight_version,
         "label": _plain(sample.label),
-        # Without that component the metadata's "answer" would be one of the data set.
-        "answer": _plain(sample.metadata.get("answer")) if "answered" in sample.reward_components else None,
-        "invalid_reason": _plain(sample.metadata.get("invalid_reason")),
+        "notes": _plain(_notes(sample)),
         "prompt": _decode(sample.trace.prompt_ids, tokenizer),
         "segments": [_segment_record(sample, segment, tokenizer) for segment in sample.trace.segments],
         "prompt_ids": list(sample.trace.prompt_ids),
@@ -73,6 +93,13 @@ def trajectory_record(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dic
         "loss_mask": list(sample.trace.loss_mask),
         "log_probs": [round(value, 4) for value in sample.trace.log_probs],
     }
+
+
+def _notes(sample: Sample) -> dict[str, Any]:
+    """What the hooks report, and what hooks that report nothing leave in the metadata."""
+    if sample.notes or "answered" not in sample.reward_components:  # else the "answer" may be one of the data set
+        return sample.notes
+    return {name: sample.metadata[name] for name in ("answer", "invalid_reason") if name in sample.metadata}
 
 
 def _segment_record(sample: Sample, segment: Segment, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -107,16 +134,28 @@ def _plain(value: Any) -> Any:
 
 
 def read_trajectories(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a file that `write_trajectories` wrote."""
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line]
+    """The records of a file that `write_trajectories` wrote, now or in an older version."""
+    with Path(path).open(encoding="utf-8", newline="\n") as file:  # other ends of lines may stand in a text
+        records = [json.loads(line) for line in file if line.strip()]
+    return [_without_gaps(record, Path(path).name) for record in records]
+
+
+def _without_gaps(record: dict[str, Any], file_name: str) -> dict[str, Any]:
+    """The record with the fields that older files lack."""
+    notes = {name: record[name] for name in ("answer", "invalid_reason") if name in record}
+    if "answered" not in record["reward_components"]:
+        notes.pop("answer", None)
+    older = {"file": None, "row": None, "evaluation": file_name.startswith("eval_"), "notes": notes}
+    return older | record
 
 
 def trajectory_markdown(record: dict[str, Any]) -> str:
-    """A record as a section of markdown: a heading with the score, then the segments in order."""
+    """A record as a section of markdown: a heading with the score, the segments in order, then all numbers."""
     parts = [f"## {headline(record)}\n", *(f"{name}: {value}\n" for name, value in findings(record))]
     parts.append(_block("prompt", record["prompt"]))
-    parts.extend(_block(segment_heading(segment), segment["text"]) for segment in record["segments"])
-    parts.append(f"Reward {_number(record['reward'])}: {reward_explanation(record)}\n")
+    for segment in record["segments"]:
+        parts.append(_block(segment_heading(segment, evaluation=record["evaluation"]), segment["text"]))
+    parts.extend(f"{name}: {value}\n" for name, value in numbers(record))
     return "\n".join(parts)
 
 
@@ -128,38 +167,52 @@ def _block(heading: str, text: str) -> str:
 
 
 def headline(record: dict[str, Any]) -> str:
-    """`Sample 3 of prompt 1: reward 0.2, truncated (turn_limit)` and the like."""
+    """`Sample 3 of prompt 1 (row 17 of train.parquet): reward 0.2, truncated (turn_limit)` and the like."""
     reason = record["stop_reason"] or "no stop reason"
+    place = "" if record["row"] is None else f" (row {record['row']} of {Path(record['file'] or 'the data').name})"
     return (
-        f"Sample {record['index']} of prompt {record['group_index']}: "
+        f"Sample {record['index']} of prompt {record['group_index']}{place}: "
         f"reward {_number(record['reward'])}, {record['status']} ({reason})"
     )
 
 
-def segment_heading(segment: dict[str, Any]) -> str:
-    """`model, 12 tokens, trained on, mean log-prob -0.31` and the like."""
+def segment_heading(segment: dict[str, Any], *, evaluation: bool = False) -> str:
+    """`model, 12 tokens, trained on, mean log-prob -0.31` and the like; an evaluation trains on nothing."""
     trained, tokens = segment["trained_tokens"], segment["tokens"]
-    use = {0: "not trained on", tokens: "trained on"}.get(trained, f"{trained} of them trained on")
+    verb = "generated by the model" if evaluation else "trained on"
+    use = {0: f"not {verb}", tokens: verb}.get(trained, f"{trained} of them {verb}")
     certainty = "" if segment["mean_log_prob"] is None else f", mean log-prob {segment['mean_log_prob']:.2f}"
     return f"{segment['source']}, {tokens} tokens, {use}{certainty}"
 
 
-def reward_explanation(record: dict[str, Any]) -> str:
-    """The reward's components and what the hook counted: why the reward is what it is."""
-    numbers = record["reward_components"] | record["rollout_metrics"]
-    return ", ".join(f"{name} {_number(value)}" for name, value in numbers.items()) or "no components were given"
+def numbers(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """The reward with its components, then what the hooks counted, then what took how long; each with its name."""
+    times = {name: value for name, value in record["rollout_metrics"].items() if name.endswith(SECONDS)}
+    counts = {name: value for name, value in record["rollout_metrics"].items() if name not in times}
+    found = [("Reward", f"{_number(record['reward'])} ({_list(record['reward_components']) or 'no components'})")]
+    found += [("Counts", _list(counts))] if counts else []
+    found += (
+        [("Times in seconds", _list({name.removesuffix(SECONDS): t for name, t in times.items()}))] if times else []
+    )
+    return found
+
+
+def _list(values: dict[str, float | None]) -> str:
+    return ", ".join(f"{name} {_number(value)}" for name, value in values.items())
 
 
 def findings(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """What was expected, what was answered, and what was wrong with the format or the run, as far as it is known."""
+    """What was expected, what was answered, what was wrong with the format or the run, and the hooks' other notes."""
+    notes = dict(record["notes"])
     found = [("Expected", expected(record))]
-    if "answered" in record["reward_components"] and "answer" in record:
-        found.append(("Answered", "nothing" if record["answer"] is None else str(record["answer"])))
-    if record.get("invalid_reason"):
-        found.append(("Invalid format", str(record["invalid_reason"])))
+    if "answer" in notes:
+        answer = notes.pop("answer")
+        found.append(("Answered", "nothing" if answer is None else str(answer)))
+    if invalid := notes.pop("invalid_reason", None):
+        found.append(("Invalid format", str(invalid)))
     if record["error"]:
         found.append(("Error", record["error"]))
-    return found
+    return found + [(name, str(value)) for name, value in notes.items()]
 
 
 def expected(record: dict[str, Any]) -> str:

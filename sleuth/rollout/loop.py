@@ -201,8 +201,8 @@ def _new_sample(row: PromptRow, group_index: int, index: int) -> Sample:
         trace=TokenTrace(list(row.prompt_ids)),
         label=row.label,
         metadata=dict(row.metadata),
-        file=getattr(row, "file", None),
-        row=getattr(row, "index", None),
+        file=row.file,
+        row=row.index,
     )
 
 

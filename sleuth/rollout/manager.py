@@ -86,7 +86,8 @@ class RolloutManager:
                 full_name = evaluation_name(name, temperature)
                 rollout = self._run(self.loop.evaluate(rows, temperature))
                 metrics |= evaluation_metrics(rollout.samples, full_name, rollout.failed)
-                self._write_trajectories(f"eval_{step:07d}_{full_name.replace('/', '_')}", rollout.samples)
+                name_of_file = f"eval_{step:07d}_{full_name.replace('/', '_')}"
+                self._write_trajectories(name_of_file, rollout.samples, evaluation=True)
         return metrics
 
     def probe_ids(self) -> list[int]:
@@ -115,11 +116,9 @@ class RolloutManager:
     def state_dict(self) -> dict[str, Any]:
         return {"stream": self.stream.state_dict()}
 
-    def _write_trajectories(self, name: str, samples: list[Any]) -> None:
-        if self.args.log_trajectories:
-            write_trajectories(
-                self.run_dir / "trajectories" / f"{name}.jsonl", samples, self.tokenizer, self.args.log_trajectories
-            )
+    def _write_trajectories(self, name: str, samples: list[Any], *, evaluation: bool = False) -> None:
+        path = self.run_dir / "trajectories" / f"{name}.jsonl"
+        write_trajectories(path, samples, self.tokenizer, self.args.log_trajectories, evaluation=evaluation)
 
 
 class SupervisedManager:

@@ -38,6 +38,20 @@ def test_data_that_cannot_be_used_are_told(tmp_path: Path) -> None:
             check_data(make_args(tmp_path, *EVALUATION, str(data)))
 
 
+def test_arguments_of_the_renderer_are_told_with_their_flag(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--apply-chat-template-kwargs: .* found tokenize"):
+        check_data(make_args(tmp_path, "--apply-chat-template-kwargs", '{"tokenize": true}'))
+
+
+def test_the_first_supervised_trajectories_are_looked_at(tmp_path: Path) -> None:
+    (data := tmp_path / "rows.jsonl").write_text('{"segments": [{"text": "a b", "weight": 1}]}\n' * 16 + "no JSON\n")
+    supervised = ("--loss-type", "sft")
+    check_data(make_args(tmp_path, *supervised, data=data))
+    data.write_text('{"segments": [{"text": "a\\ud835", "weight": 1}]}')
+    with pytest.raises(ValueError, match=r"row 0 of .*rows.jsonl, column 'segments'"):
+        check_data(make_args(tmp_path, *supervised, data=data))
+
+
 def test_a_vocabulary_that_is_too_small_is_told(tmp_path: Path) -> None:
     shutil.copytree(DEMO / "model", model := tmp_path / "model")
     config = model / "config.json"

@@ -1,5 +1,6 @@
 """Prompt rows: rendered once, with their labels; what is dropped and what is refused."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from sleuth.arguments import Args, parse_args
-from sleuth.data import PromptStream, load_rows
+from sleuth.data import PromptStream, check_rows, load_rows
+from sleuth.data.records import Records, read_records
 from tests.tiny_models import make_byte_bpe_tokenizer
 
 SEARCH_R1_ROW = {
@@ -96,10 +98,10 @@ def test_messages_without_a_template_are_refused(tmp_path: Path, tokenizer: PreT
         load(path, bare, "--apply-chat-template")
 
 
-@pytest.mark.parametrize("prompt", [None, "", [], [{"role": "user"}], 3])
+@pytest.mark.parametrize("prompt", [None, "", [], [{"role": "user"}], [{"role": None, "content": "q"}], 3])
 def test_what_is_no_prompt_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, prompt: Any) -> None:
     path = write(tmp_path / "t.parquet", {"prompt": prompt, "reward_model": 1})
-    with pytest.raises(ValueError, match=r"expected a text or a list of messages .* row 0 of"):
+    with pytest.raises(ValueError, match=r"expected a text or a list .* row 0 of .*t.parquet, column 'prompt'"):
         load(path, tokenizer, "--apply-chat-template")
 
 
@@ -158,3 +160,102 @@ def test_the_stream_gives_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerFas
     loaded = load(write(tmp_path / "t.parquet", *rows), tokenizer)
     stream = PromptStream(loaded, seed=3, shuffle=True)
     assert {row.label for row in stream.next_groups(4)} == {0, 1, 2, 3}
+
+
+def test_json_text_of_messages_and_text_parts_are_rendered(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    content = [{"type": "text", "text": "who "}, {"type": "text", "text": "wrote?"}]
+    for prompt in ([{"role": "user", "content": content}], json.dumps([{"role": "user", "content": content}])):
+        path = write(tmp_path / "t.parquet", {"prompt": prompt, "reward_model": 1})
+        (row,) = load(path, tokenizer, "--apply-chat-template")
+        assert row.prompt == [{"role": "user", "content": "who wrote?"}]
+        assert tokenizer.decode(row.prompt_ids) == RENDERED.format("who wrote?")
+
+
+def test_padding_of_parquet_does_not_reach_the_template(tmp_path: Path) -> None:
+    tokenizer = make_byte_bpe_tokenizer()
+    tokenizer.chat_template = "{{ tools[0] | tojson }}{{ 'day' in messages[0] }}"
+    cities = {"name": "weather", "parameters": {"city": {"type": "string"}}}
+    days = {"name": "calendar", "parameters": {"day": {"type": "string"}}}
+    rows = [
+        {"prompt": [{"role": "user", "content": "q"}], "reward_model": 1, "tools": [cities]},
+        {"prompt": [{"role": "user", "content": "q", "day": "1"}], "reward_model": 1, "tools": [days]},
+        {"prompt": [{"role": "user", "content": "q"}], "reward_model": 1, "tools": [cities]},
+    ]
+    path = write(tmp_path / "t.parquet", *rows)
+    loaded = load(path, tokenizer, "--apply-chat-template", "--tool-key", "tools")
+    assert [tokenizer.decode(row.prompt_ids) for row in loaded] == [
+        json.dumps(cities) + "False",
+        json.dumps(days) + "True",
+        json.dumps(cities) + "False",
+    ]
+    texts = write(tmp_path / "j.parquet", *({**row, "tools": json.dumps(row["tools"])} for row in rows))
+    again = load(texts, tokenizer, "--apply-chat-template", "--tool-key", "tools")
+    assert [row.prompt_ids for row in again] == [row.prompt_ids for row in loaded]
+
+
+def test_wrong_tools_name_row_and_flag(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "t.parquet", {"prompt": "q", "reward_model": 1, "tools": "search"})
+    with pytest.raises(ValueError, match=r"row 0 of .*, column 'tools' \(--tool-key\), found 'search'"):
+        load(path, tokenizer, "--apply-chat-template", "--tool-key", "tools")
+
+
+def test_a_prompt_that_cannot_be_encoded_names_file_row_and_column(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"prompt": "fine", "reward_model": "Par\\ud835is"}\n{"prompt": "Par\\ud835is", "reward_model": 1}')
+    (row,) = load(f"{path}@[:1]", tokenizer)
+    assert row.label == "Par\ud835is"
+    for flags in ([], ["--apply-chat-template"]):
+        with pytest.raises(
+            ValueError, match=r"row 1 of .*t.jsonl, column 'prompt' .*lone surrogate '\\ud835'"
+        ) as error:
+            load(str(path), tokenizer, *flags)
+        str(error.value).encode()
+
+
+def test_a_row_knows_its_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "t.parquet", *({"prompt": f"p{i}", "reward_model": i} for i in range(4)))
+    assert [(row.file, row.index) for row in load(f"{path}@[-2:]", tokenizer)] == [(path, 2), (path, 3)]
+
+
+def test_other_columns_are_not_read(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def spy(path: str, columns: set[str], limit: int | None = None) -> Records:
+        asked.append((columns, limit))
+        return read_records(path, columns, limit)
+
+    monkeypatch.setattr("sleuth.data.prompts.read_records", spy)
+    row = {"prompt": "q", "reward_model": 1, "info": {"a": 1}, "unused": "x", "tools": None}
+    path = write(tmp_path / "t.parquet", row)
+    load(path, tokenizer, "--metadata-key", "info", "--tool-key", "tools", "--apply-chat-template")
+    check_rows(path, make_args(path), tokenizer)
+    assert asked == [
+        ({"prompt", "reward_model", "info", "tools", "data_source"}, None),
+        ({"prompt", "reward_model", "metadata", "data_source"}, 16),
+    ]
+
+
+def test_a_look_finds_a_key_that_only_later_rows_have(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    row = {"prompt": "q", "reward_model": 1}
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(map(json.dumps, [*[row] * 20, row | {"tools": [{"name": "search"}]}])))
+    check_rows(str(path), make_args(str(path), "--tool-key", "tools", "--apply-chat-template"), tokenizer)
+    with pytest.raises(ValueError, match=r"expected a column 'calls' \(--tool-key\)"):
+        check_rows(str(path), make_args(str(path), "--tool-key", "calls", "--apply-chat-template"), tokenizer)
+
+
+def test_rows_without_an_answer_are_counted_and_told(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "t.jsonl"
+    labels = ["a", None, "b", *[{"target": []}] * 7]
+    path.write_text("\n".join(json.dumps({"prompt": "q", "reward_model": label}) for label in labels))
+    assert len(load(str(path), tokenizer)) == 10
+    assert "8 of 10 rows have no answer in their label, column 'reward_model' (rows 1, 3, 4, 5, 6, ...)" in caplog.text
+    caplog.clear()
+    load(f"{path}@[:1]", tokenizer)
+    assert caplog.text == ""

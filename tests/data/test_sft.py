@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sleuth.data import load_sft_rows
+from sleuth.data import check_sft_rows, load_sft_rows
 from sleuth.data.sft import encode_segments
+from tests.data.tokenizers import with_bos
 from tests.tiny_models import make_byte_bpe_tokenizer
 
 SEGMENTS = [
@@ -73,3 +74,21 @@ def test_a_file_without_segments_names_its_columns(tmp_path: Path) -> None:
 def test_a_trajectory_of_one_token_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 2 tokens"):
         encode_segments([{"text": "", "weight": 1.0}], TOKENIZER)
+
+
+def test_a_trajectory_begins_as_the_tokenizer_begins_texts() -> None:
+    tokenizer = with_bos(TOKENIZER)
+    plain, begun = encode_segments(SEGMENTS, TOKENIZER), encode_segments(SEGMENTS, tokenizer)
+    assert begun.token_ids == [0, *plain.token_ids]
+    assert begun.loss_mask == [0.1, *plain.loss_mask]
+    marked = [{"text": "<|endoftext|>", "weight": 0.5}, *SEGMENTS]
+    assert encode_segments(marked, tokenizer).token_ids == begun.token_ids
+
+
+def test_a_segment_that_cannot_be_encoded_names_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"segments": SEGMENTS}) + '\n{"segments": [{"text": "a\\ud835", "weight": 1}]}')
+    check_sft_rows(f"{path}@[:1]", TOKENIZER)
+    for read in (load_sft_rows, check_sft_rows):
+        with pytest.raises(ValueError, match=r"row 1 of .*rows.jsonl, column 'segments', found the lone surrogate"):
+            read(str(path), TOKENIZER)

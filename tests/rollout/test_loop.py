@@ -21,6 +21,8 @@ class Row:
     prompt: str
     label: Any = None
     metadata: dict = field(default_factory=dict)
+    file: str = "train.parquet"
+    index: int = 0
 
     @property
     def prompt_ids(self):

@@ -1,0 +1,108 @@
+"""What a row may hold as prompt and as tools, checked and made plain before a chat template sees it.
+
+A prompt is a text, or a list of messages with role and content; the list may also be JSON text. Content may be a list
+of text parts. Nothing here knows tokenizers.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+Message = dict[str, Any]
+Prompt = str | list[Message]
+
+
+def read_prompt(value: Any, where: str, *, padded: bool = False) -> Prompt:
+    """The prompt in `value`: a text, or messages whose content is a text.
+
+    `where` names row and column for errors. `padded`: nulls inside dictionaries are Arrow's padding, and dropped.
+    ValueError if it is no prompt.
+    """
+    if isinstance(value, str) and value:
+        decoded = _decoded(value)
+        if not _are_messages(decoded):
+            return value
+        value, padded = decoded, False
+    if not _are_messages(value):
+        raise ValueError(
+            f"expected a text or a list of messages with role and content in {where}, found {_short(value)}"
+        )
+    return [_message(message, f"message {i} of {where}", padded) for i, message in enumerate(value, start=1)]
+
+
+def read_tools(value: Any, where: str, *, padded: bool = False) -> list[Message] | None:
+    """The tools in `value`, a list of JSON objects, each or all of which may be JSON text; None if there are none.
+
+    `where` and `padded` as in `read_prompt`. ValueError if it is anything else.
+    """
+    if isinstance(value, str):
+        value, padded = None if value.strip() in ("", "null") else _decoded(value), False
+    if value is None or value == []:
+        return None
+    tools = [_tool(tool, padded) for tool in value] if isinstance(value, list) else []
+    if not tools or not all(isinstance(tool, dict) and tool for tool in tools):
+        raise ValueError(
+            f"expected a list of tools (JSON objects that describe functions), or its JSON text, in {where}, "
+            f"found {_short(value)}"
+        )
+    return tools
+
+
+def _tool(tool: Any, padded: bool) -> Any:
+    if isinstance(tool, str):
+        return _decoded(tool)
+    return without_padding(tool) if padded else tool
+
+
+def without_padding(value: Any) -> Any:
+    """`value` without the nulls in dictionaries that Arrow puts where another row has a key."""
+    if isinstance(value, dict):
+        return {key: without_padding(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_padding(item) for item in value]
+    return value
+
+
+def _decoded(text: str) -> Any:
+    """The list or dictionary that a text spells in JSON, else the text: most texts are no JSON."""
+    if not text.lstrip().startswith(("[", "{")):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    return "content" in value or bool(value.get("tool_calls"))
+
+
+def _message(message: Message, where: str, padded: bool) -> Message:
+    content = message.get("content")
+    plain = without_padding(message) if padded else message
+    if isinstance(content, list) and content:
+        content = "".join(_part(part, where) for part in content)
+    calls_tools = message["role"] == "assistant" and bool(plain.get("tool_calls"))
+    if not isinstance(content, str) and not (content is None and calls_tools):
+        raise ValueError(
+            f"expected a text or a list of text parts as the content of {where}, found {_short(content)}; "
+            "only an assistant's message with tool_calls may have none"
+        )
+    return {**plain, "content": content}
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise ValueError(f"expected parts {{'type': 'text', 'text': str}} in the content of {where}, found {_short(part)}")
+
+
+def _short(value: Any) -> str:
+    return f"{value!r:.200}"
