@@ -7,7 +7,7 @@ the engine's weights may be some steps old. This hook multiplies each token's lo
 and measures the mismatch. With d = log p_trainer(token) - log p_engine(token), in nats:
 
     level    token: the log-ratio of a token is its own d; sequence: the sum of d over its sample; geometric: their mean
-    ratio    exp(log-ratio), with the exponent bounded to [-20, 20]
+    ratio    exp(log-ratio), with the exponent bounded to [-20, 20] (bounds are compared as logarithms, before that)
     weight   tis_mode truncate: min(ratio, upper); clip: into [lower, upper]; mask: the ratio, rejected if out of bounds
     use_rs   rejects tokens whose ratio at rs_level is outside of [rs_lower_bound, rs_upper_bound]
     veto     with use_rs: rejects a sample if exp(d) < rs_veto_threshold at any of its tokens
@@ -124,9 +124,6 @@ def check_args(args: Any) -> None:
         raise ValueError(f"mis_dump_dir: expected a folder that can be written, found {existing}; choose another")
 
 
-# The hook
-
-
 def compute_mis_weights_with_cp(
     args: Any,
     *,
@@ -187,26 +184,21 @@ def compute_mis_weights(
     _check_rows("rollout_log_probs", rollout_log_probs, loss_masks)
     tokens = _Tokens.of(train_log_probs, rollout_log_probs, loss_masks)
 
-    kept, weights, sums = torch.ones_like(tokens.log_ratio, dtype=torch.bool), torch.ones_like(tokens.log_ratio), Sums()
+    weights, kept = torch.ones_like(tokens.log_ratio), torch.ones_like(tokens.log_ratio, dtype=torch.bool)
+    sums: Sums = {}
     if config.use_rs:
         kept, sums = _reject(config, tokens)
     if config.use_tis:
         weights, within, more = _weigh(config, tokens)
         kept, sums = kept & within, sums | more
     used = tokens.units(weights, config.tis_level)[tokens.units_with(kept, config.tis_level)]
-    maxima = _reduce_maxima(
-        {
-            "sample_log_ratio": tokens.sample_log_ratio,
-            "log_ppl_diff": (tokens.sample_log_ratio / tokens.counts).abs(),
-            "weight": used,
-            "minus_weight": -used,
-        },
-        reduce,
-    )
+
+    maxima = _reduce_maxima(_extremes(tokens, used), reduce)
     sums = _reduce_sums(sums | _statistics(tokens, kept, used, maxima["sample_log_ratio"]), reduce)
     _check_what_is_left(config, sums)
     total, number = sums["weight"]
     norm = total / number if config.tis_batch_normalize and number else 1.0
+
     new_weights = tokens.to_rows(torch.where(kept, weights / norm, 0.0).float())
     new_masks = [mask * row for mask, row in zip(loss_masks, tokens.to_rows(kept), strict=True)]
     return new_weights, new_masks, _metrics(config, sums, maxima, norm)
@@ -225,9 +217,14 @@ def _check_rows(name: str, values: Sequence[Tensor], masks: Sequence[Tensor]) ->
         raise ValueError(f"expected {name} as long as loss_masks, {lengths}, found {found_lengths}")
 
 
-def _join(values: Sequence[Tensor]) -> Tensor:
-    """One row of all samples, also of none."""
-    return torch.cat(list(values)) if len(values) else torch.zeros(0)
+def _join(rows: Sequence[Tensor]) -> Tensor:
+    """One row [T] of all samples, also of none."""
+    return torch.cat(list(rows)) if len(rows) else torch.zeros(0)
+
+
+def _sample_numbers(rows: Sequence[Tensor]) -> Tensor:
+    """[T] The number of each token's sample, from 0."""
+    return torch.repeat_interleave(torch.tensor([len(row) for row in rows], dtype=torch.long))
 
 
 # Tokens and samples
@@ -235,13 +232,16 @@ def _join(values: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The N trainable tokens of the n samples that have any, sample after sample.
+    """The N trainable tokens of the n samples that have any, sample after sample, in float64.
 
     Samples with a NaN or infinite log-probability at a trainable token are not among them, only counted.
 
-    place: [N] index among all response tokens. sample: [N] number of the token's sample, 0 to n - 1. counts: [n] tokens
-    of each sample. log_ratio: [N] trainer's minus engine's log-probability. train, rollout: [n] sums of the
-    log-probabilities. lengths: of all samples' responses. nonfinite: tokens and samples that were left out.
+    lengths: of all samples' responses. place: [N] index in the row of all response tokens. sample: [N] number of the
+    token's sample, 0 to n - 1. counts: [n] tokens of each sample. log_ratio: [N] trainer's minus engine's
+    log-probability. train, rollout: [n] sums of a sample's log-probabilities. nonfinite: how many tokens were NaN or
+    infinite, and in how many samples.
+
+    A *unit* is what gets one weight: at level token a token, else a sample.
     """
 
     lengths: list[int]
@@ -255,18 +255,17 @@ class _Tokens:
 
     @classmethod
     def of(cls, train_rows: Sequence[Tensor], rollout_rows: Sequence[Tensor], masks: Sequence[Tensor]) -> Self:
-        lengths = [len(mask) for mask in masks]
         place = (_join(masks) != 0).nonzero().squeeze(1)
-        sample = torch.repeat_interleave(torch.tensor(lengths, dtype=torch.long, device=place.device))[place]
+        sample = _sample_numbers(masks).to(place.device)[place]
         train, rollout = _join(train_rows)[place].double(), _join(rollout_rows)[place].double()
-        bad = ~(train - rollout).isfinite()  # so it is where either is NaN or infinite
+        bad = ~(train - rollout).isfinite()  # true where either is NaN or infinite
         bad_samples = sample[bad].unique()
         if len(bad_samples):
             good = ~torch.isin(sample, bad_samples)
             place, sample, train, rollout = place[good], sample[good], train[good], rollout[good]
         _, sample, counts = torch.unique_consecutive(sample, return_inverse=True, return_counts=True)
         return cls(
-            lengths=lengths,
+            lengths=[len(mask) for mask in masks],
             place=place,
             sample=sample,
             counts=counts,
@@ -289,21 +288,21 @@ class _Tokens:
         return (ratio if level == "sequence" else ratio / self.counts)[self.sample]
 
     def units(self, values: Tensor, level: Level) -> Tensor:
-        """One value for each unit of a level: of all tokens [N], or of samples [n], whose tokens share it."""
+        """Values [N] that the tokens of a unit share -> one value a unit, [N] or [n]."""
         return values if level == "token" else values[self.counts.cumsum(0) - self.counts]
 
     def units_with(self, tokens: Tensor, level: Level) -> Tensor:
-        """The units that have some of these tokens (bool [N]): bool [N] or [n]."""
+        """Which units, bool [N] or [n], have at least one of these tokens, bool [N]."""
         return tokens if level == "token" else _per_sample(tokens.double(), self.counts) > 0
 
     def to_rows(self, values: Tensor) -> list[Tensor]:
         """Values [N] -> a row of each sample's response tokens, 0 (or False) at those that are not among the N."""
-        row = values.new_zeros(sum(self.lengths)).index_copy_(0, self.place, values)
-        return list(row.split(self.lengths))
+        return list(values.new_zeros(sum(self.lengths)).scatter_(0, self.place, values).split(self.lengths))
 
 
 def _per_sample(values: Tensor, counts: Tensor) -> Tensor:
-    """Sums of values [N] over samples of `counts` [n] tokens. (`unsafe` leaves out a check that no samples fail.)"""
+    """Sums of values [N] over samples of `counts` [n] tokens; the same on every run, also on GPUs."""
+    # unsafe: without a check of the counts, which fails where there are none.
     return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True)
 
 
@@ -351,8 +350,15 @@ def _log(bound: float) -> float:
 # Metrics
 
 
+def _extremes(tokens: _Tokens, used: Tensor) -> dict[str, Tensor]:
+    """Values of which the largest is logged or needed."""
+    log_ratio = tokens.sample_log_ratio
+    per_token = (log_ratio / tokens.counts).abs()
+    return {"sample_log_ratio": log_ratio, "log_ppl_diff": per_token, "weight": used, "minus_weight": -used}
+
+
 def _statistics(tokens: _Tokens, kept: Tensor, used: Tensor, largest: float) -> Sums:
-    """What every setting logs, as values whose means are taken.
+    """Sums of what every setting logs.
 
     kept: [N] tokens. used: weights of the units that keep a token. largest: `sample_log_ratio` of all ranks' samples.
     """
@@ -409,24 +415,22 @@ def _check_what_is_left(config: MisSettings, sums: Sums) -> None:
     """Warn of rejected samples, or stop; after the reduction, so that all ranks stop together."""
     bad, samples = int(sums["nonfinite_tokens"][0]), int(sums["nonfinite_samples"][0])
     rejected, present = sums["rejected_sample_fraction"]
-    if bad:
-        found = f"{bad} trainable tokens of {samples} samples have a log-probability that is NaN or infinite"
-        if not present:
-            raise FloatingPointError(
-                f"{found}, and there is no other sample in this optimizer step: the model is broken"
-            )
-        if config.mis_nonfinite == "stop":
-            raise FloatingPointError(
-                f"{found}, in trainer or engine; mis_nonfinite: mask rejects such samples and goes on"
-            )
-        logger.warning("%s; they are rejected (mis_nonfinite: mask)", found)
     if present and rejected == present:
         logger.warning(
             "every sample of this optimizer step is rejected, so nothing is learned from it; widen the bounds"
         )
+    if not bad:
+        return
+    found = f"{bad} trainable tokens of {samples} samples have a log-probability that is NaN or infinite"
+    if not present:
+        raise FloatingPointError(f"{found}, and there is no other sample in this optimizer step: the model is broken")
+    if config.mis_nonfinite == "stop":
+        raise FloatingPointError(f"{found}, in trainer or engine; mis_nonfinite: mask rejects such samples and goes on")
+    logger.warning("%s; they are rejected (mis_nonfinite: mask)", found)
 
 
 def _total(values: Tensor) -> tuple[float, float]:
+    """Sum and number of values; of booleans, how many are True."""
     return float(values.sum(dtype=torch.float64)), values.numel()
 
 
@@ -447,7 +451,7 @@ def _reduce_maxima(rows: Mapping[str, Tensor], reduce: Reduce | None) -> dict[st
 def _dump(folder: Path, train: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     """Write `train` and `rollout` [N] of the trainable tokens, and `sample` [N], their sample's number."""
     on = (_join(masks) != 0).cpu()
-    sample = np.repeat(np.arange(len(masks)), [len(mask) for mask in masks])[on.numpy()]
+    sample = _sample_numbers(masks)[on].numpy()
     train_row, rollout_row = (_join(rows).cpu()[on].float().numpy() for rows in (train, rollout))
     folder.mkdir(parents=True, exist_ok=True)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

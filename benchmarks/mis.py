@@ -2,10 +2,10 @@
 
     python -m benchmarks.mis [--samples 256] [--shortest 100] [--longest 4000] [--trials 15]
 
-Both compute weights, masks and the same statistics from the same lists of tensors, in one thread: `mis.py` for all
-samples at once, the reference with a few small tensor operations for each sample, as such a correction is usually
-written. Milliseconds of one optimizer step, the quarter point of the trials. The last line is one JSON object; its
-ratio is reference / ours at token level.
+Both compute weights, masks and the same statistics from the same lists of tensors, in one thread: `mis.py` in float64
+for all samples at once, the reference in the tensors' own float32 with a few small operations for each sample, as such
+a correction is usually written. Milliseconds of one optimizer step, the quarter point of the trials. The last line is
+one JSON object; its ratio is reference / ours at token level.
 
 With `--run-dir` of a run that had the hook on, also its share of that run's training time.
 """

@@ -357,6 +357,40 @@ def test_log_probabilities_are_written_where_asked(tmp_path: Path) -> None:
         assert data["sample"][-1] == 8
 
 
+def test_what_requires_gradients_is_written_too_and_so_is_nothing(tmp_path: Path) -> None:
+    config = MisSettings(use_tis=True, mis_dump_dir=tmp_path)
+    row = torch.tensor([-1.0, -2.0], dtype=torch.bfloat16, requires_grad=True)
+    batch = {"train_log_probs": [row], "rollout_log_probs": [row], "loss_masks": [torch.tensor([0, 1])]}
+    for lists, lengths in ((batch, [2]), ({name: [] for name in batch}, [])):
+        compute_mis_weights_with_cp(
+            config, pg_loss=torch.ones(sum(lengths)), total_lengths=lengths, response_lengths=lengths, **lists
+        )
+    written = [{name: data[name].tolist() for name in data} for data in map(np.load, sorted(tmp_path.iterdir()))]
+    one = {"train": [-2.0], "rollout": [-2.0], "sample": [0]}
+    assert written == [one, {"train": [], "rollout": [], "sample": []}]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_device_does_not_matter(tmp_path: Path) -> None:
+    samples = make_samples()
+    lengths = [len(mask) for mask in samples["loss_masks"]]
+    for settings in COMBINATIONS:
+        config = MisSettings(**settings | BOUNDS, mis_dump_dir=tmp_path)
+        found = [
+            compute_mis_weights_with_cp(
+                config,
+                pg_loss=torch.ones(sum(lengths), device=device),
+                total_lengths=lengths,
+                response_lengths=lengths,
+                **{name: [row.to(device) for row in rows] for name, rows in samples.items()},
+            )
+            for device in ("cpu", "cuda")
+        ]
+        torch.testing.assert_close(found[1][0].cpu(), found[0][0])
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(found[0][1], found[1][1], strict=True))
+        assert found[1][2] == pytest.approx(found[0][2], rel=1e-9, abs=1e-12)
+
+
 # Settings
 
 
