@@ -37,6 +37,7 @@ from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
 from sleuth.hooks import Settings
+from sleuth.paths import nearest_existing
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ def check_args(args: Any) -> None:
     folder = MisSettings.of(args).mis_dump_dir
     if folder is None:
         return
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    existing = nearest_existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ValueError(f"mis_dump_dir: expected a folder that can be written, found {existing}; choose another")
 
