@@ -39,7 +39,7 @@ class _ParsedError(Exception):
 
 
 def numeric_options(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The options of a benchmark whose value is a number: those with a type or a numeric default."""
+    """The options of a benchmark whose value is a number: those with a type other than Path."""
     found: list[str] = []
 
     def record(parser: argparse.ArgumentParser, *_: object) -> argparse.Namespace:
@@ -47,9 +47,11 @@ def numeric_options(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.extend(action.option_strings[0] for action in actions)
         raise _ParsedError
 
-    with monkeypatch.context() as patch, pytest.raises(_ParsedError):
+    main = importlib.import_module(f"benchmarks.{name}").main
+    with monkeypatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", record)
-        importlib.import_module(f"benchmarks.{name}").main()
+        with pytest.raises(_ParsedError):
+            main()
     return found
 
 
