@@ -12,6 +12,7 @@ from typing import Any
 
 from sleuth.arguments.args import Args
 from sleuth.arguments.parser import ArgumentsError
+from sleuth.engine.launch import missing_engine
 
 LATEST = "latest_checkpointed_iteration.txt"
 
@@ -116,6 +117,8 @@ def _may_be_on_hub(file: str) -> bool:
 
 
 def _package_problems(args: Args) -> Iterator[str]:
+    if fault := missing_engine():
+        yield fault
     if args.use_wandb and importlib.util.find_spec("wandb") is None:
         yield "--use-wandb: expected the package wandb, found none; `pip install wandb`, or drop the flag"
 
