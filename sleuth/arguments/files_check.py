@@ -13,6 +13,7 @@ from sleuth.arguments.args import Args
 from sleuth.arguments.parser import ArgumentsError
 from sleuth.checkpoints import TRACKER, find_checkpoint, holds_checkpoint
 from sleuth.data_path import DataPath
+from sleuth.engine.launch import missing_engine
 from sleuth.paths import nearest_existing
 
 
@@ -90,6 +91,8 @@ def _data_problems(args: Args) -> Iterator[str]:
 
 
 def _package_problems(args: Args) -> Iterator[str]:
+    if fault := missing_engine():
+        yield fault
     if args.use_wandb and importlib.util.find_spec("wandb") is None:
         yield "--use-wandb: expected the package wandb, found none; `pip install wandb`, or drop the flag"
 
