@@ -34,6 +34,7 @@ from aiohttp import web
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from benchmarks.options import whole_number
 from generate_with_search import generate
 from sleuth.hooks import RolloutContext, use_rollout_context
 from sleuth.rollout.collector import relax_garbage_collector
@@ -190,10 +191,10 @@ async def measure_reference(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trajectories", type=int, default=1000)
-    parser.add_argument("--concurrency", type=int, default=256)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--trials", type=int, default=7)
+    parser.add_argument("--trajectories", type=whole_number(), default=1000)
+    parser.add_argument("--concurrency", type=whole_number(), default=256)
+    parser.add_argument("--group", type=whole_number(), default=8)
+    parser.add_argument("--trials", type=whole_number(), default=7)
     options = parser.parse_args()
 
     contents = read_contents(3000)

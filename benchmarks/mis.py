@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.options import whole_number
 from mis import MisSettings, compute_mis_weights
 from sleuth.metrics.jsonl import read_metrics
 
@@ -133,12 +134,14 @@ def share_of_training(run_dir: Path) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=256, help="samples of an optimizer step [256]")
-    parser.add_argument("--shortest", type=int, default=100, help="tokens of the shortest response [100]")
-    parser.add_argument("--longest", type=int, default=4000, help="tokens of the longest [4000]")
-    parser.add_argument("--trials", type=int, default=15, help="repetitions [15]")
+    parser.add_argument("--samples", type=whole_number(), default=256, help="samples of an optimizer step [256]")
+    parser.add_argument("--shortest", type=whole_number(), default=100, help="tokens of the shortest response [100]")
+    parser.add_argument("--longest", type=whole_number(), default=4000, help="tokens of the longest [4000]")
+    parser.add_argument("--trials", type=whole_number(), default=15, help="repetitions [15]")
     parser.add_argument("--run-dir", type=Path, help="a run with the hook on")
     options = parser.parse_args()
+    if options.longest < options.shortest:
+        parser.error(f"--longest {options.longest} is less than --shortest {options.shortest}")
     torch.set_num_threads(1)
     samples = make_samples(options.samples, options.shortest, options.longest)
 

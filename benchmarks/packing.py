@@ -25,6 +25,7 @@ from statistics import mean
 import numpy as np
 from tokenizers import Tokenizer
 
+from benchmarks.options import whole_number
 from sleuth.algo.packing import plan_micro_batches, sequence_cost
 
 Plan = list[list[list[int]]]
@@ -124,12 +125,14 @@ def average(scores: list[Score]) -> Score:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=8, help="data-parallel ranks [8]")
+    parser.add_argument("--ranks", type=whole_number(), default=8, help="data-parallel ranks [8]")
     parser.add_argument(
-        "--samples", type=int, nargs="+", default=[256, 1024, 4096], help="samples of an optimizer step"
+        "--samples", type=whole_number(), nargs="+", default=[256, 1024, 4096], help="samples of an optimizer step"
     )
-    parser.add_argument("--max-tokens", type=int, default=9216, help="tokens of a micro-batch [9216]")
-    parser.add_argument("--trials", type=int, default=5, help="seeds to average over [5]")
+    parser.add_argument(
+        "--max-tokens", type=whole_number(400), default=9216, help="tokens of a micro-batch, at least 400 [9216]"
+    )
+    parser.add_argument("--trials", type=whole_number(), default=5, help="seeds to average over [5]")
     options = parser.parse_args()
     scores: list[tuple[Score, Score]] = []
     print(f"{'':22}{'bin fill':>30}{'slowest / mean':>20}{'ms a plan':>20}")

@@ -39,6 +39,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.options import positive, whole_number
 from local_dense_retriever.corpus import open_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -251,15 +252,19 @@ def figures(loads: dict[str, dict[int, Load]], alone: float | None) -> dict[str,
     }
     if alone is not None:
         report["encoder_per_second"] = alone
-        report["encoder_over_server"] = {n: round(alone / load.per_second, 2) for n, load in ours.items()}
+        report["encoder_over_server"] = {
+            n: round(alone / load.per_second, 2) if load.per_second else None for n, load in ours.items()
+        }
     return report
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--retrievers", nargs="+", choices=["bm25", "dense"], default=["bm25", "dense"])
-    parser.add_argument("--clients", nargs="+", type=int, default=[1, 16, 64, 256], help="[1 16 64 256]")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each trial; its first fifth does not count [4]")
+    parser.add_argument("--clients", nargs="+", type=whole_number(), default=[1, 16, 64, 256], help="[1 16 64 256]")
+    parser.add_argument(
+        "--seconds", type=positive(), default=4.0, help="of each trial; its first fifth does not count [4]"
+    )
     parser.add_argument("--index_dir", type=Path, default=ROOT / "runs/benchmark_index", help="[runs/benchmark_index]")
     args = parser.parse_args()
     queries = make_queries()

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from benchmarks.options import whole_number
 from local_dense_retriever.corpus import read_corpus
 from local_dense_retriever.retrievers import Bm25Retriever
 from qa_em_format import Segment, score_response
@@ -138,8 +139,8 @@ def hostile_ms(scorer: Callable[[Trajectory], float], repeats: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trajectories", type=int, default=10_000)
-    parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--trajectories", type=whole_number(), default=10_000)
+    parser.add_argument("--trials", type=whole_number(), default=3)
     options = parser.parse_args()
 
     trajectories = make_trajectories(options.trajectories)

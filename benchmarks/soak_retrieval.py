@@ -26,6 +26,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.options import positive, whole_number
 from benchmarks.retrieval import CORPUS, make_queries, start_server
 
 WORDS = 3
@@ -89,11 +90,11 @@ def growth(memory: Sequence[float]) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=120.0, help="[120]")
-    parser.add_argument("--clients", type=int, default=64, help="[64]")
-    parser.add_argument("--readings", type=int, default=24, help="of the memory, at least 4 [24]")
-    parser.add_argument("--cache_size", type=int, default=2000, help="so small that it is full soon [2000]")
-    parser.add_argument("--tolerance_mb", type=float, default=8.0, help="growth that is no leak yet [8]")
+    parser.add_argument("--seconds", type=positive(), default=120.0, help="[120]")
+    parser.add_argument("--clients", type=whole_number(), default=64, help="[64]")
+    parser.add_argument("--readings", type=whole_number(4), default=24, help="of the memory, at least 4 [24]")
+    parser.add_argument("--cache_size", type=whole_number(), default=2000, help="so small that it is full soon [2000]")
+    parser.add_argument("--tolerance_mb", type=positive(), default=8.0, help="growth that is no leak yet [8]")
     parser.add_argument("--retriever_name", default="bm25", help="[bm25]")
     parser.add_argument("--index_path", help="FAISS index for another --retriever_name")
     args = parser.parse_args()

@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.options import whole_number
 from sleuth.sample import TrainSample
 
 SHAPES = Path(__file__).with_name("trajectories.json")
@@ -315,12 +316,16 @@ def profile(size: str, options: argparse.Namespace, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="models [all]")
-    parser.add_argument("--samples", type=int, default=32, help="samples of a step, a multiple of 8 [32]")
-    parser.add_argument("--max-tokens", type=int, default=2048, help="tokens of a micro-batch, padding included [2048]")
-    parser.add_argument("--trials", type=int, default=3, help="timed steps of each formulation [3]")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch [1]")
+    parser.add_argument(
+        "--samples", type=whole_number(multiple=8), default=32, help="samples of a step, a multiple of 8 [32]"
+    )
+    parser.add_argument(
+        "--max-tokens", type=whole_number(), default=2048, help="tokens of a micro-batch, padding included [2048]"
+    )
+    parser.add_argument("--trials", type=whole_number(), default=3, help="timed steps of each formulation [3]")
+    parser.add_argument("--threads", type=whole_number(), default=1, help="threads of torch [1]")
     parser.add_argument("--profile", action="store_true", help="print the operators of our step, measure nothing else")
-    parser.add_argument("--rows", type=int, default=25, help="operators to print [25]")
+    parser.add_argument("--rows", type=whole_number(), default=25, help="operators to print [25]")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with socket.socket() as sock:

@@ -156,7 +156,8 @@ def _goes_on(character: str) -> bool:
 # --- Text ---
 
 _PASSAGE_HEAD = re.compile(r"\ndoc \d+\(title: ")
-_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_ARTICLES = frozenset(("a", "an", "the"))
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _SIGN = re.compile(r"(?<![\w.])-(?=\.?\d)")
 _POINT = re.compile(r"(?<![^\W\d])(?<!\.)\.(?=\d)")
 _KEPT_SIGN, _KEPT_POINT = "\ue000", "\ue001"
@@ -227,8 +228,13 @@ def _spaced(folded: str) -> str:
 
 
 def _join(text: str) -> str:
-    words = " ".join(_ARTICLES.sub(" ", text).split())
-    return words if words.isascii() else words.replace(_KEPT_SIGN, "-").replace(_KEPT_POINT, ".")
+    """A text without punctuation as words between single spaces, without articles and with what was kept of numbers."""
+    words = text.split()
+    joined = " ".join(words)
+    if joined.isascii() and joined.isprintable():  # words of letters and digits alone, the usual case
+        return " ".join([word for word in words if word not in _ARTICLES])
+    joined = " ".join(_ARTICLE.sub(" ", joined).split())
+    return joined.replace(_KEPT_SIGN, "-").replace(_KEPT_POINT, ".")
 
 
 # --- Labels ---

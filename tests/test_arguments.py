@@ -22,6 +22,7 @@ from sleuth.arguments import (
     parse_args_or_exit,
 )
 from sleuth.arguments.checks import nearest_divisors
+from sleuth.arguments.neighbours import SAME_AS, UNSUPPORTED
 from tests.flags import BASE, TIS_HOOK, error_of, parse, write
 
 # Every flag that the 8-GPU script of the field and this project's interfaces name.
@@ -204,6 +205,16 @@ def test_the_name_of_an_environment_variable_is_no_secret(tmp_path: Path):
     ("flags", "parts"),
     [
         (["--rolout-batch-size", "3"], ["--rolout-batch-size: unknown; did you mean --rollout-batch-size?"]),
+        (["--learning-rate", "1"], ["--learning-rate: unknown; did you mean --lr?"]),
+        (["--max-steps", "1"], ["did you mean --num-rollout?"]),
+        (["--questions-per-batch", "1"], ["did you mean --rollout-batch-size?"]),
+        (["--group-size", "1"], ["did you mean --n-samples-per-prompt?"]),
+        (["--num-generations", "1"], ["did you mean --n-samples-per-prompt?"]),
+        (["--save-every", "1"], ["did you mean --save-interval?"]),
+        (["--base-model", "1"], ["did you mean --hf-checkpoint?"]),
+        (["--lr-warmup-iters", "1"], ["did you mean --lr-warmup-steps?"]),
+        (["--keep-latest-k", "1"], ["did you mean --save-keep?"]),
+        (["--banana-split", "1"], ["--banana-split: unknown; see --help"]),
         (["--xyzzyq", "3"], ["--xyzzyq: unknown; see --help"]),
         (["--rollout-batch", "3"], ["--rollout-batch: unknown"]),
         (["stray"], ["found stray"]),
@@ -366,6 +377,11 @@ def test_the_table_shows_groups_and_marks_what_was_given():
     assert "named as module.function\n" in re.sub(" +\n", "\n", text(False))
     assert "3e-05" in text(True)
     assert "--adam-beta2" not in text(True)
+
+
+def test_names_of_related_systems_lead_to_flags_that_there_are():
+    assert set(SAME_AS.values()) <= set(Args.model_fields)
+    assert not set(SAME_AS) & (set(Args.model_fields) | set(UNSUPPORTED))
 
 
 def test_tools_compose_only_the_groups_they_need():

@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 
 from sleuth.arguments.args import Args
 from sleuth.arguments.checks import flag
+from sleuth.arguments.neighbours import SAME_AS, UNSUPPORTED
 from sleuth.arguments.run_flags import Group
 from sleuth.arguments.sections import FileEntry, assign_sections
 
@@ -29,38 +30,8 @@ NOT_FLAGS = {"custom_config"}
 REPEATABLE = {"custom_config_path"}
 """Lists to which a flag adds that is given a second time; elsewhere the last one counts."""
 
-UNSUPPORTED = {
-    "partial_rollout": "partial rollouts are not supported yet; every trajectory is finished in its own step",
-    "over_sampling_batch_size": "over-sampling is not supported yet; use --dynamic-sampling-filter-path alone",
-    "async_rollout": "asynchronous rollouts are not supported yet; each step's rollout precedes its training",
-    "max_policy_lag": "asynchronous rollouts are not supported yet; see --update-weights-interval",
-    "lora_rank": "LoRA is not supported yet; all parameters are trained",
-    "lora_alpha": "LoRA is not supported yet; all parameters are trained",
-    "use_critic": "critics (PPO) are not supported; --advantage-estimator grpo needs none",
-    "wandb_key": "a key on a command line is readable by everyone on the machine; set WANDB_API_KEY in the environment",
-    "optimizer_cpu_offload": "offloading the optimizer to the CPU is not supported yet",
-    "fp8_format": "fp8 training is not supported yet; use --dtype bfloat16",
-    "bf16": "there is one flag for the precision: --dtype bfloat16",
-    "fp16": "fp16 training is not supported; use --dtype bfloat16",
-    "num_epoch": "the length of a run is given in steps: --num-rollout",
-    "rm_type": "there are no built-in rewards; name a hook with --custom-rm-path module.function",
-    "use_rollout_logprobs": "not supported; to correct for the engine's log-probabilities use --use-tis",
-    "prefill_num_servers": "prefill/decode disaggregation is not supported",
-    "rollout_seed": "there is one seed: --seed",
-    "eval_config": "evaluation sets are given by --eval-prompt-data NAME PATH",
-    "loss_mask_type": "the loss mask is exactly what the model generated; there is no other",
-    "multi_latent_attention": "multi-latent attention is not supported",
-    "position_embedding_type": "only rotary position embeddings are supported: --use-rotary-position-embeddings",
-    "moe_grouped_gemm": "not supported yet: the experts of a GPU are computed one after the other; leave it out",
-    "moe_layer_freq": "every layer of a mixture of experts has experts; leave it out",
-    "moe_router_load_balancing_type": "the router is trained by the loss alone, as if this were none; leave it out",
-    "moe_aux_loss_coeff": "the router is trained by the loss alone, as if this were 0; leave it out",
-    "moe_token_dispatcher_type": "it is always alltoall; leave it out",
-    "moe_router_score_function": "it is always softmax; leave it out",
-    "num_virtual_stages_per_pipeline_rank": "interleaved pipelines: use --num-layers-per-virtual-pipeline-stage",
-    "virtual_pipeline_model_parallel_size": "interleaved pipelines: use --num-layers-per-virtual-pipeline-stage",
-}
-"""Flags of related systems that a user may bring along, and what to do instead."""
+CLOSE = 0.65
+"""How alike a flag must be to be suggested, from 0 to 1: far-fetched suggestions mislead."""
 
 GroupT = TypeVar("GroupT", bound=Group)
 
@@ -234,7 +205,8 @@ def _unknown(key: str, model: type[Group], *, prefix: str) -> str:
     if name in UNSUPPORTED:
         return f"{key}: {UNSUPPORTED[name]}"
     names = [field for field in model.model_fields if field not in NOT_FLAGS]
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    same = [SAME_AS[name]] if SAME_AS.get(name) in names else []
+    nearest = same or difflib.get_close_matches(name, names, n=1, cutoff=CLOSE)
     where = flag(nearest[0]) if nearest and prefix else nearest[0] if nearest else None
     return f"{key}: unknown; " + (f"did you mean {where}?" if where else "see --help")
 

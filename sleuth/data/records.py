@@ -148,11 +148,21 @@ def _batches(file: pq.ParquetFile, start: int, stop: int | None, columns: list[s
 def _plain_rows(batch: pa.RecordBatch, path: Path, first: int) -> list[Row]:
     try:
         rows: list[Row] = batch.to_pylist(maps_as_pydicts="strict")
-        return rows
-    except (UnicodeDecodeError, KeyError) as error:  # a text that is not UTF-8, a map with a key twice
-        if len(batch) == 1:
-            raise ValueError(f"row {first} of {path} cannot be read: {error}; write it anew") from error
-    return [row for i in range(len(batch)) for row in _plain_rows(batch.slice(i, 1), path, first + i)]
+    except (UnicodeDecodeError, KeyError):  # a text that is not UTF-8, a map with a key twice
+        raise _unreadable_value(batch, path, first) from None
+    return rows
+
+
+def _unreadable_value(batch: pa.RecordBatch, path: Path, first: int) -> ValueError:
+    for row in range(len(batch)):
+        for name in batch.schema.names:
+            try:
+                batch.slice(row, 1).select([name]).to_pylist(maps_as_pydicts="strict")
+            except (UnicodeDecodeError, KeyError) as error:
+                return ValueError(
+                    f"row {first + row} of {path}, column {name!r} cannot be read: {error}; write it anew"
+                )
+    raise AssertionError("a value of the batch cannot be read")
 
 
 def _unreadable(path: Path, error: Exception) -> ValueError:

@@ -227,10 +227,10 @@ def test_a_map_is_a_dictionary(tmp_path: Path) -> None:
     assert read_records(str(tmp_path / "m.parquet")).rows == [{"label": {"target": ["a"]}}, {"label": None}]
 
 
-def test_a_text_that_is_not_utf8_names_its_row(tmp_path: Path) -> None:
+def test_a_text_that_is_not_utf8_names_row_and_column(tmp_path: Path) -> None:
     binary = pa.array([b"fine", b"Par\xed\xa0\xb5is"], pa.binary())
     pq.write_table(
         pa.table({"prompt": pa.Array.from_buffers(pa.string(), 2, binary.buffers())}), tmp_path / "b.parquet"
     )
-    with pytest.raises(ValueError, match=r"row 1 of .*b.parquet cannot be read"):
+    with pytest.raises(ValueError, match=r"row 1 of .*b.parquet, column 'prompt' cannot be read"):
         read_records(str(tmp_path / "b.parquet"))

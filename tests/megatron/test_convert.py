@@ -89,7 +89,7 @@ def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
     hf_to_torch_dist(model, tmp_path / "dist")
     with pytest.raises(ValueError, match="holds a checkpoint already"):
         hf_to_torch_dist(model, tmp_path / "dist")
-    with pytest.raises(ValueError, match=r"expected a checkpoint in .*iter_0000007"):
+    with pytest.raises(ValueError, match=r"expected the checkpoint .*iter_0000007"):
         torch_dist_to_hf(tmp_path / "dist", model, tmp_path / "back", iteration=7)
     with pytest.raises(ValueError, match="is not empty"):
         torch_dist_to_hf(tmp_path / "dist", model, model)
