@@ -15,7 +15,8 @@ from sleuth.arguments import Args, config_table, parse_args_or_exit
 from sleuth.checkpoints import TRACKER
 from sleuth.cluster.logs import configure_logging, failure_message
 from sleuth.cluster.preflight import preflight
-from sleuth.cluster.run import Run, start_run
+from sleuth.cluster.rollout_group import RolloutGroup
+from sleuth.cluster.run import Run, start_rollout, start_run
 from sleuth.cluster.signals import end_on_signals
 from sleuth.cluster.sync import sync_weights
 from sleuth.metrics.timing import timed
@@ -58,6 +59,15 @@ def rollout_and_train(run: Run, step: int) -> dict[str, float]:
     return metrics | data.metrics
 
 
+def rollout_only(args: Args, rollout: RolloutGroup, tracker: Tracker) -> None:
+    """`--debug-rollout-only`: every step's data are made, scored and logged, and let go."""
+    for step in range(1, args.num_rollout + 1):
+        metrics: dict[str, float] = {}
+        with timed(metrics, "rollout"):
+            metrics |= rollout.generate(step).metrics
+        tracker.log(step, metrics)
+
+
 def is_due(step: int, interval: int | None, last: int) -> bool:
     """Whether something that happens every `interval` steps, and after the last, happens now."""
     return interval is not None and (step % interval == 0 or step == last)
@@ -87,6 +97,9 @@ def main() -> None:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True, markup=False)
     console.print(f"starting (it takes a minute or so); logs: {run_dir / 'logs'}", soft_wrap=True, markup=False)
     try:
+        if args.debug_rollout_only:
+            with start_rollout(args, run_dir) as rollout, Tracker(args, run_dir) as tracker:
+                return rollout_only(args, rollout, tracker)
         with start_run(args, run_dir) as run, Tracker(args, run_dir, first_step=run.steps_done + 1) as tracker:
             train(args, run, tracker)
     except KeyboardInterrupt:

@@ -90,6 +90,7 @@ def test_sizes_of_a_colocated_run():
     assert (args.actor_world_size, args.data_parallel_size, args.num_engines, args.total_gpus) == (4, 2, 2, 4)
     apart = parse_args([*BASE, *layout, "--rollout-num-gpus", "4", "--no-colocate"])
     assert (apart.num_engines, apart.total_gpus) == (4, 8)
+    assert parse("--actor-num-gpus-per-node", "4", "--rollout-num-gpus", "2", "--debug-rollout-only").total_gpus == 2
 
 
 def test_supervised_training_needs_neither_engines_nor_reward():
@@ -277,6 +278,7 @@ def test_the_name_of_an_environment_variable_is_no_secret(tmp_path: Path):
         (["--use-tis", "--rejected-in-denominator"], ["no effect without --custom-tis-function-path"]),
         (["--label-smoothing", "0.1"], ["only with --loss-type sft"]),
         (["--loss-type", "sft", "--use-tis"], ["--use-tis has no effect with --loss-type sft"]),
+        (["--loss-type", "sft", "--debug-rollout-only"], ["--debug-rollout-only: supervised training has no rollouts"]),
         (["--loss-type", "sft", "--n-samples-per-prompt", "4"], ["expected --n-samples-per-prompt 1, found 4"]),
         (["--min-lr", "1"], ["expected --min-lr <= --lr"]),
         (["--rollout-top-k", "0"], ["--rollout-top-k: expected -1 or at least 1, found '0'"]),

@@ -243,6 +243,8 @@ def _loss(args: AllFlags) -> Iterator[str]:
         for name in ("use_kl_loss", "use_tis", "kl_coef", "overlong_buffer_len", "score_old_log_probs"):
             if getattr(args, name):
                 yield f"{flag(name)} has no effect with --loss-type sft; drop it"
+        if args.debug_rollout_only:
+            yield "--debug-rollout-only: supervised training has no rollouts; drop it, or --loss-type sft"
         if args.n_samples_per_prompt != 1:
             yield f"--loss-type sft: expected --n-samples-per-prompt 1, found {args.n_samples_per_prompt}; drop it"
     elif args.label_smoothing:

@@ -167,6 +167,11 @@ class RolloutArgs(Group):
     max_failure_rate: Fraction = Field(
         0.2, description="The run stops when more than this share of a step's samples failed or were aborted."
     )
+    debug_rollout_only: bool = Field(
+        False,
+        description="Generate and score --num-rollout steps with the weights of --hf-checkpoint, write trajectories "
+        "and metrics, and end: no trainer, no GPUs for one, no evaluation.",
+    )
 
 
 class EvalArgs(Group):

@@ -83,7 +83,7 @@ class Placement:
 
 def place(args: Args) -> Placement:
     """Reserve the devices. Raises RuntimeError when the cluster does not have them, or not on one node."""
-    trainer, count = args.actor_world_size, args.total_gpus
+    trainer, count = 0 if args.debug_rollout_only else args.actor_world_size, args.total_gpus
     engines = args.num_engines * args.rollout_num_gpus_per_engine
     on_gpu = cluster_has_gpus()
     bundle: dict[str, float] = {"CPU": 1, "GPU": 1} if on_gpu else {"CPU": 1}

@@ -63,6 +63,11 @@ def _log_probs(count: int) -> list[float]:
     return [-0.01 * (position + 1) for position in range(count)]
 
 
+async def no_reward(args: Any, sample: Sample, **kwargs: Any) -> float:
+    """A reward hook for those who try a generate hook alone: 0 for everything."""
+    return 0.0
+
+
 def converse(
     generate: Callable[..., Awaitable[Sample]],
     turns: Sequence[str | Generation],

@@ -175,7 +175,7 @@ async def leave(args, sample, sampling_params):
 def test_a_generate_hook_that_fails_is_named_with_its_sample(generate, message):
     with (
         use_rollout_context(RolloutContext(None, None, vocab_size=50)),
-        pytest.raises(RolloutError, match=rf"sample \d+ \(prompt \d+\): hook_error: .*{message}.*Mend the hook"),
+        pytest.raises(RolloutError, match=rf"sample \d+ \(row 0.*\): hook_error: .*{message}.*Mend the hook"),
     ):
         run(generate)
 
