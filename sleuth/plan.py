@@ -189,7 +189,7 @@ def resolve(args: PlanArgs) -> tuple[PlanArgs, str]:
             f"--hf-checkpoint: expected a folder with config.json, or named after one of {', '.join(KNOWN_MODELS)} to "
             f"plan with; found {args.hf_checkpoint}"
         )
-    return check_model(args, config), source
+    return check_model(args, config, source), source
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,10 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor
 
 from sleuth.arguments import model_flags
+from sleuth.arguments.files import parse_config
+from sleuth.arguments.hf_config import Llama3Scaling, complete_config, rotary_scaling
 from sleuth.megatron import device
-from sleuth.megatron.attention import PackedAttention, PackedRow, rotary_angles
+from sleuth.megatron.attention import PackedAttention, PackedRow, rotary_angles, rotary_frequencies
 from sleuth.megatron.logprobs import HeadOptions, token_statistics
 
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -70,17 +71,22 @@ class ModelShape:
     moe_router_topk: int | None = None
     moe_ffn_hidden_size: int | None = None
     moe_router_pre_softmax: bool | None = None
+    rotary_scaling: Llama3Scaling | None = None
 
     @classmethod
     def from_hf(cls, folder: Path) -> ModelShape:
-        """Read the config.json of a Hugging Face model; ValueError for architectures that are not supported."""
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        flags = model_flags(config)
+        """Read the config.json of a Hugging Face model; ValueError for models that the trainer does not compute."""
+        config = complete_config(parse_config(folder))
         names = {field.name for field in dataclasses.fields(cls)}
         return cls(
-            **{name: value for name, value in flags.items() if name in names},
+            **{name: value for name, value in model_flags(config).items() if name in names},
             max_position_embeddings=config["max_position_embeddings"],
+            rotary_scaling=rotary_scaling(config),
         )
+
+    def rotary_frequencies(self, where: torch.device | None = None) -> Tensor:
+        """Radians a position [kv_channels / 2]."""
+        return rotary_frequencies(self.kv_channels, self.rotary_base, self.rotary_scaling, where)
 
 
 def transformer_engine_available() -> bool:
@@ -189,6 +195,9 @@ def layer_spec(config: TransformerConfig, chunk: int | None = None) -> ModuleSpe
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     layer = spec.submodules
+    if config.num_moe_experts:
+        # TransformerEngine keeps this norm outside of the experts, so its checkpoints do not rename it.
+        layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
@@ -199,6 +208,8 @@ def layer_spec(config: TransformerConfig, chunk: int | None = None) -> ModuleSpe
 
 class PolicyModel(GPTModel):
     """A GPT model that returns token statistics (log-probability, entropy, mean) instead of logits."""
+
+    shape: ModelShape
 
     def forward(
         self,
@@ -216,7 +227,8 @@ class PolicyModel(GPTModel):
         [t (/ tp), 1, H] on others.
         """
         if self.position_embedding_type == "none":
-            angles = rotary_angles(position_ids[0], self.config.kv_channels, self.rotary_base, self.config.params_dtype)
+            frequencies = self.shape.rotary_frequencies(position_ids.device)
+            angles = rotary_angles(position_ids[0], frequencies, self.config.params_dtype)
             packed_seq_params = PackedRow(**vars(packed_seq_params), rotary=angles)
         hidden = super().forward(input_ids, position_ids, None, packed_seq_params=packed_seq_params)
         if not self.post_process:
@@ -265,6 +277,9 @@ def _build_chunk(shape: ModelShape, config: TransformerConfig, chunk: int | None
         position_embedding_type="rope" if transformer_engine_available() else "none",  # ours is in its attention
         rotary_base=shape.rotary_base,
     )
+    model.shape = shape
+    if model.position_embedding_type == "rope":  # megatron knows one stretched variant, with fixed constants
+        model.rotary_pos_emb.inv_freq = shape.rotary_frequencies(model.rotary_pos_emb.inv_freq.device)
     _mark_sharded(model)
     return model.to(device.local_device())
 
