@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sleuth.arguments import ModelArgs, check_model_flags, read_config
-from sleuth.megatron import parallel
-from sleuth.megatron.checkpoint import TRACKER, Checkpoints, load_weights
+from sleuth.megatron import parallel, probe
+from sleuth.megatron.checkpoint import TRACKER, Checkpoints, existing_checkpoint
+from sleuth.megatron.hf_files import INDEX_FILE, SINGLE_FILE
 from sleuth.megatron.model import ModelShape, PolicyModel, build_model, transformer_config
-from sleuth.megatron.weights import HfWeights, WeightMap
+from sleuth.megatron.streaming import StreamedLoad, StreamedSave
+from sleuth.megatron.weights import WeightMap, checked_weights, hf_names
+
+logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9
 """Largest size of one safetensors file."""
@@ -64,31 +69,41 @@ def hf_to_torch_dist(
     *,
     dtype: str = "auto",
     flags: ModelArgs | None = None,
+    check: bool = True,
     progress: Progress = lambda name, total: None,
 ) -> Path:
     """Write the weights of a Hugging Face folder as a torch_dist checkpoint under `save`; returns its folder.
 
-    `dtype` auto keeps that of config.json. Raises ValueError if the source is not a model, contradicts `flags`
-    or its own weights, or `save` holds a checkpoint already; OSError if the disk is too small.
+    `dtype` auto keeps that of config.json. With `check` both must compute the same, where memory allows to see that.
+    Raises ValueError if the source is not a model, contradicts `flags` or its own weights, or `save` holds a
+    checkpoint already; OSError if the disk is too small.
     """
     config = read_config(hf_checkpoint)
     if flags is not None:
         check_model_flags(flags, hf_checkpoint)
     if (save / TRACKER).exists():
         raise ValueError(f"--save {save} holds a checkpoint already; remove it or choose another folder")
-    source = HfWeights(hf_checkpoint)
+    shape = ModelShape.from_hf(hf_checkpoint)
+    source = checked_weights(hf_checkpoint, shape)
     settings = _OneProcess(stored_dtype(config) if dtype == "auto" else dtype)
 
     def read(name: str) -> Tensor:
-        tensor = source.read(name)
-        progress(name, len(source.names))
-        return tensor
+        progress(name, len(hf_names(shape)))
+        return source.read(name)
 
-    shape = ModelShape.from_hf(hf_checkpoint)
     with _single_process(settings, shape):
-        model = _build(settings, shape)
-        WeightMap(model, shape).load(read)
-        return Checkpoints(settings, model, None).save(save, 0, {})
+        model = _described(settings, shape)
+        weights = WeightMap(model, shape)
+        weights.check(source.describe)
+        found = Checkpoints(settings, model, None, StreamedSave(model, weights.values(read))).save(save, 0, {})
+        try:
+            if check:
+                _check_equal(model, hf_checkpoint, found)
+        except BaseException:
+            (save / TRACKER).unlink()
+            shutil.rmtree(found)
+            raise
+    return found
 
 
 def torch_dist_to_hf(
@@ -98,12 +113,16 @@ def torch_dist_to_hf(
     *,
     iteration: int | None = None,
     dtype: str = "auto",
+    check: bool = True,
+    shard_bytes: int = SHARD_BYTES,
     progress: Progress = lambda name, total: None,
 ) -> Path:
     """Write a torch_dist checkpoint as a Hugging Face folder; config and tokenizer come from `hf_checkpoint`.
 
-    `iteration` [the newest] is the step; `dtype` auto keeps that of config.json. Returns the checkpoint read. Raises
-    ValueError if it is not there or does not fit config.json, or `save` is not empty; OSError if the disk is too small.
+    `iteration` [the newest] is the step; `dtype` auto keeps that of config.json; no file is larger than `shard_bytes`,
+    but for a tensor that is. With `check` both must compute the same, where memory allows to see that. Returns the
+    checkpoint read. Raises ValueError if it is not there or does not fit config.json, or `save` is not empty; OSError
+    if the disk is too small.
     """
     config = read_config(hf_checkpoint)
     if save.exists() and any(save.iterdir()):
@@ -111,39 +130,57 @@ def torch_dist_to_hf(
     settings = _OneProcess(stored_dtype(config) if dtype == "auto" else dtype)
     shape = ModelShape.from_hf(hf_checkpoint)
     with _single_process(settings, shape):
-        model = _build(settings, shape)
-        found = load_weights(model, load, iteration)
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in WeightMap(model, shape).tensors()}
-    write_hf_folder(tensors, hf_checkpoint, save, settings.dtype, progress)
+        found = existing_checkpoint(load, iteration)
+        model = _described(settings, shape)
+        tensors = WeightMap(model, shape).stage_tensors(StreamedLoad(model, found))
+        write_hf_folder(
+            tensors,
+            hf_checkpoint,
+            save,
+            settings.dtype,
+            lambda name: progress(name, len(hf_names(shape))),
+            needed_bytes=sum(parameter.nbytes for chunk in model for parameter in chunk.parameters()),
+            shard_bytes=shard_bytes,
+            verify=lambda folder: _check_equal(model, folder, found) if check else None,
+        )
     return found
 
 
 def write_hf_folder(
-    tensors: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
     hf_checkpoint: Path,
     save: Path,
     dtype: str,
-    progress: Progress = lambda name, total: None,
+    progress: Callable[[str], None] = lambda name: None,
     *,
     replace: bool = False,
+    needed_bytes: int = 0,
+    shard_bytes: int = SHARD_BYTES,
+    verify: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write tensors of `dtype` as a Hugging Face folder, with config and tokenizer of `hf_checkpoint`.
 
-    It is there whole or not at all; only with `replace` may `save` hold something, which goes. OSError if it does, or
-    if the disk is too small.
+    It is there whole or not at all, and only if `verify`, called with the folder before it takes its place, raises
+    nothing; at most `shard_bytes` of tensors are held at once. Only with `replace` may `save` hold something, which
+    goes. OSError if it does, or if the disk is too small.
     """
-    unfinished = save.with_name(f".unfinished-{save.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished, replaced = (save.with_name(f".{what}-{save.name}") for what in ("unfinished", "replaced"))
+    for leftover in (unfinished, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        _check_space(unfinished, sum(tensor.nbytes for tensor in tensors.values()))
+        _check_space(unfinished, needed_bytes)
         _copy_model_files(hf_checkpoint, unfinished, dtype)
-        _write_safetensors(tensors, unfinished, progress)
-        if save.exists():
-            shutil.rmtree(save) if replace else save.rmdir()
+        _write_safetensors(tensors, unfinished, shard_bytes, progress)
+        verify(unfinished)
+        if save.exists() and not replace:
+            save.rmdir()
+        elif save.exists():
+            save.rename(replaced)
         unfinished.rename(save)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        for leftover in (unfinished, replaced):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:
@@ -173,6 +210,22 @@ def _build(settings: _OneProcess, shape: ModelShape) -> list[PolicyModel]:
     return build_model(settings, shape, transformer_config(settings, shape))
 
 
+def _described(settings: _OneProcess, shape: ModelShape) -> list[PolicyModel]:
+    """The model on the meta device. Before it moves there, its memory is reserved, but never touched."""
+    return [chunk.to("meta") for chunk in _build(settings, shape)]
+
+
+def _check_equal(model: list[PolicyModel], hf_folder: Path, found: Path) -> None:
+    """ValueError if transformers with the folder and the trainer with the checkpoint compute different logits."""
+    (chunk,) = model
+    size = sum(parameter.numel() for parameter in chunk.parameters())
+    if not probe.fits_in_memory(size):
+        logger.warning("not checked: %.1f billion parameters in float32 do not fit into this memory", size / 1e9)
+        return
+    expected = probe.hf_logits(hf_folder, chunk.config.params_dtype)
+    probe.compare(probe.checkpoint_logits(_build(_OneProcess("float32"), chunk.shape), found), expected)
+
+
 def _copy_model_files(source: Path, target: Path, dtype: str) -> None:
     """Everything but weights: config (with the dtype as written), tokenizer, generation settings, licence."""
     for path in source.iterdir():
@@ -183,30 +236,45 @@ def _copy_model_files(source: Path, target: Path, dtype: str) -> None:
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_safetensors(tensors: Mapping[str, Tensor], folder: Path, progress: Progress) -> None:
-    """One file, or several with the index that transformers reads."""
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    names = (
-        ["model.safetensors"]
-        if len(shards) == 1
-        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    )
-    for file, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / file, metadata={"format": "pt"})
+def _write_safetensors(
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int, progress: Callable[[str], None]
+) -> None:
+    """One file, or several with the index that transformers reads; how many is known when the last is written."""
+    shards: list[list[str]] = []
+    total = 0
+    for shard in _shards(tensors, shard_bytes):
+        path = folder / f"shard-{len(shards)}"
+        save_file(shard, path, metadata={"format": "pt"})
+        path.chmod((folder / "config.json").stat().st_mode)  # save_file keeps it to the owner, whatever the umask
+        shards.append(list(shard))
+        total += sum(tensor.nbytes for tensor in shard.values())
         for name in shard:
-            progress(name, len(tensors))
-    if len(shards) > 1:
-        places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+            progress(name)
+    if len(shards) == 1:
+        (folder / "shard-0").rename(folder / SINGLE_FILE)
+        return
+    places: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"shard-{number}").rename(folder / file)
+        places |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=1))
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """At most `shard_bytes` of tensors at a time, or one that is larger."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        tensor = tensor.cpu().contiguous()
+        # A view would keep the larger tensor that it shows a part of, and is refused by save_file.
+        shard[name] = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+        size += tensor.nbytes
+    yield shard
 
 
 def _check_space(folder: Path, needed: int) -> None:

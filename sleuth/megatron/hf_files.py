@@ -37,6 +37,7 @@ class HfWeights:
         self._open: dict[Path, Any] = {}
         self._owner: dict[str, Path] = {}
         self._dtypes: dict[str, str] = {}
+        self._shapes: dict[str, list[int]] = {}
         listed = _listed_files(folder)
         for path in dict.fromkeys(listed.values()) if listed else [folder / SINGLE_FILE]:
             self._take_names(path)
@@ -59,6 +60,10 @@ class HfWeights:
             raise self._refusal(problems)
         tensor: Tensor = self._handle(self._owner[name]).get_tensor(name)
         return tensor
+
+    def describe(self, name: str) -> Tensor:
+        """A tensor of the right shape without values, on the meta device."""
+        return torch.empty(self._shapes[name], device="meta")
 
     def check(self, expected: Sequence[str], num_layers: int, tied_head: tuple[str, str] | None) -> None:
         """ValueError unless the files hold the `expected` tensors of a model, and nothing else.
@@ -88,7 +93,8 @@ class HfWeights:
                     "download the model again"
                 )
             self._owner[name] = path
-            self._dtypes[name] = handle.get_slice(name).get_dtype()
+            described = handle.get_slice(name)
+            self._dtypes[name], self._shapes[name] = described.get_dtype(), described.get_shape()
 
     def _handle(self, path: Path) -> Any:
         if path not in self._open:
@@ -131,9 +137,8 @@ class HfWeights:
 
     def _untied(self, head: str, embedding: str) -> Iterator[str]:
         ours, theirs = (self._handle(self._owner[name]).get_slice(name) for name in (head, embedding))
-        rows, *_ = shape = ours.get_shape()
-        starts = range(0, rows, _ROWS_AT_ONCE)
-        if shape != theirs.get_shape() or not all(
+        starts = range(0, self._shapes[head][0], _ROWS_AT_ONCE)
+        if self._shapes[head] != self._shapes[embedding] or not all(
             torch.equal(ours[start : start + _ROWS_AT_ONCE], theirs[start : start + _ROWS_AT_ONCE]) for start in starts
         ):
             yield (

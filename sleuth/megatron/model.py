@@ -226,21 +226,39 @@ class PolicyModel(GPTModel):
         `targets` [n] the ids they predict. Returns [n, 3] on the last stage (see `token_statistics`), hidden states
         [t (/ tp), 1, H] on others.
         """
-        if self.position_embedding_type == "none":
-            frequencies = self.shape.rotary_frequencies(position_ids.device)
-            angles = rotary_angles(position_ids[0], frequencies, self.config.params_dtype)
-            packed_seq_params = PackedRow(**vars(packed_seq_params), rotary=angles)
-        hidden = super().forward(input_ids, position_ids, None, packed_seq_params=packed_seq_params)
+        hidden = self._hidden(input_ids, position_ids, packed_seq_params)
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         group = parallel_state.get_tensor_model_parallel_group()
-        return token_statistics(hidden.squeeze(1)[selected], weight, targets, options, group)
+        return token_statistics(hidden.squeeze(1)[selected], self._head(), targets, options, group)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """[T] -> [T, V], of one sequence in a process that holds the whole model."""
+        bounds = torch.tensor([0, len(ids)], dtype=torch.int32, device=ids.device)
+        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+        row = PackedSeqParams(
+            qkv_format="thd", max_seqlen_q=len(ids), max_seqlen_kv=len(ids), **dict.fromkeys(names, bounds)
+        )
+        hidden = self._hidden(ids[None], torch.arange(len(ids), device=ids.device)[None], row)
+        return hidden.squeeze(1) @ self._head().T
+
+    def _hidden(self, input_ids: Tensor, position_ids: Tensor, packed_seq_params: PackedSeqParams) -> Tensor:
+        if self.position_embedding_type == "none":
+            frequencies = self.shape.rotary_frequencies(position_ids.device)
+            angles = rotary_angles(position_ids[0], frequencies, self.config.params_dtype)
+            packed_seq_params = PackedRow(**vars(packed_seq_params), rotary=angles)
+        hidden: Tensor = super().forward(input_ids, position_ids, None, packed_seq_params=packed_seq_params)
+        return hidden
+
+    def _head(self) -> Tensor:
+        """This rank's part [V / tp, H] of the output layer."""
+        tied = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Megatron's own would compute all logits."""

@@ -52,15 +52,32 @@ class WeightMap:
     def load(self, read: Callable[[str], Tensor]) -> None:
         """Fill the model; `read(name)` gives whole tensors. ValueError names a tensor that does not fit."""
         for entry in self.entries:
-            whole = [read(name) for name in entry.hf_names]
+            entry.parameter.copy_(self._local(entry, read))
+
+    def check(self, read: Callable[[str], Tensor]) -> None:
+        """ValueError names a tensor that does not fit; those that `read` gives need no values."""
+        for entry in self.entries:
+            self._local(entry, read)
+
+    def values(self, read: Callable[[str], Tensor]) -> Callable[[torch.nn.Parameter], Tensor]:
+        """What `load` would fill a parameter with, when called with it."""
+        entries = {id(entry.parameter): entry for entry in self.entries}
+        return lambda parameter: self._local(entries[id(parameter)], read)
+
+    def _local(self, entry: Entry, read: Callable[[str], Tensor]) -> Tensor:
+        whole = [read(name) for name in entry.hf_names]
+        try:
             local = self._shard(entry, whole)
-            if local.shape != entry.parameter.shape:
-                shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in zip(entry.hf_names, whole, strict=True))
-                raise ValueError(
-                    f"{shapes} does not fit the model's config: this rank's part is {list(local.shape)}, "
-                    f"expected {list(entry.parameter.shape)}; config.json and weights must be of the same model"
-                )
-            entry.parameter.copy_(local)
+            found = str(list(local.shape))
+        except RuntimeError:
+            found = "none, for they do not go together"
+        if found != str(list(entry.parameter.shape)):
+            shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in zip(entry.hf_names, whole, strict=True))
+            raise ValueError(
+                f"{shapes} does not fit the model's config: this rank's part is {found}, "
+                f"expected {list(entry.parameter.shape)}; config.json and weights must be of the same model"
+            )
+        return local
 
     @torch.no_grad()
     def stage_tensors(

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sleuth.arguments import ModelArgs
-from sleuth.megatron import convert
 from sleuth.megatron.convert import hf_to_torch_dist, torch_dist_to_hf
 from tests.tiny_models import make_tiny_model
 
@@ -68,11 +67,10 @@ def test_the_precision_may_change_on_loading(tmp_path: Path) -> None:
         assert torch.equal(tensor, expected[name].bfloat16().float()), name
 
 
-def test_large_models_are_written_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "SHARD_BYTES", 100_000)
+def test_large_models_are_written_in_several_files(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", "qwen2")
     hf_to_torch_dist(model, tmp_path / "dist")
-    torch_dist_to_hf(tmp_path / "dist", model, tmp_path / "back")
+    torch_dist_to_hf(tmp_path / "dist", model, tmp_path / "back", shard_bytes=100_000)
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 2
     # A folder of several files is a source too.
     hf_to_torch_dist(tmp_path / "back", tmp_path / "again")
