@@ -164,23 +164,34 @@ def write_hf_folder(
     nothing; at most `shard_bytes` of tensors are held at once. Only with `replace` may `save` hold something, which
     goes. OSError if it does, or if the disk is too small.
     """
-    unfinished, replaced = (save.with_name(f".{what}-{save.name}") for what in ("unfinished", "replaced"))
-    for leftover in (unfinished, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
+    unfinished = save.with_name(f".unfinished-{save.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
         _check_space(unfinished, needed_bytes)
         _copy_model_files(hf_checkpoint, unfinished, dtype)
         _write_safetensors(tensors, unfinished, shard_bytes, progress)
         verify(unfinished)
-        if save.exists() and not replace:
-            save.rmdir()
-        elif save.exists():
-            save.rename(replaced)
-        unfinished.rename(save)
+        _put_in_place(unfinished, save, replace)
     finally:
-        for leftover in (unfinished, replaced):
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _put_in_place(unfinished: Path, save: Path, replace: bool) -> None:
+    """Rename, so that a kill leaves the old folder, the new one, or none; never a part of one."""
+    replaced = save.with_name(f".replaced-{save.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if save.exists() and not replace:
+        save.rmdir()
+    elif save.exists():
+        save.rename(replaced)
+    try:
+        unfinished.rename(save)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(save)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:

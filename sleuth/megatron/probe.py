@@ -10,8 +10,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from sleuth.megatron.checkpoint import load_weights
 from sleuth.megatron.model import PolicyModel
+from sleuth.megatron.streaming import StreamedLoad
 
 TOLERANCE = 1e-3
 """Largest difference of two logits, as a share of the largest logit; float32 differs by some 1e-6 of it a layer."""
@@ -41,9 +41,11 @@ def hf_logits(folder: Path, dtype: torch.dtype) -> Tensor:
 
 def checkpoint_logits(chunks: Sequence[PolicyModel], checkpoint: Path) -> Tensor:
     """Logits [T, V] of a megatron model after loading a checkpoint."""
-    load_weights(chunks, checkpoint)
     (model,) = chunks
+    stored = StreamedLoad(chunks, checkpoint)
     with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(stored(parameter))
         return model.eval().logits(_probe(model.shape.vocab_size)).float().cpu()
 
 

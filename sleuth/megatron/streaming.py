@@ -5,6 +5,7 @@ The model that describes the checkpoint is on the meta device: its parameters ha
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,10 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -26,7 +30,7 @@ from torch.distributed import checkpoint
 from sleuth.megatron.checkpoint import _check_shapes
 from sleuth.megatron.model import PolicyModel
 
-PIECE_BYTES = 500_000_000
+PIECE_BYTES = 200_000_000
 """How much is read from a checkpoint at once."""
 
 _UNREADABLE = (
@@ -111,19 +115,19 @@ class StreamedLoad:
     def _read_from(self, parameter: torch.nn.Parameter) -> None:
         """Read this parameter and those after it, as far as a piece goes."""
         keys = list(self._waiting)
-        wanted: dict[str, Any] = {}
+        wanted: list[ShardedTensor] = []
         size = 0
         for key in keys[keys.index(id(parameter)) :]:
             parameter, stored = self._waiting[key]
             if wanted and size + parameter.nbytes > PIECE_BYTES:
                 break
-            stored.data = torch.empty(parameter.shape, dtype=parameter.dtype)
-            wanted[str(key)] = stored
+            self._read[key] = torch.empty(parameter.shape, dtype=parameter.dtype)
+            wanted += _parts(stored, self._read[key])
             size += parameter.nbytes
             del self._waiting[key]
-        with self._readable():
-            loaded = dist_checkpointing.load(wanted, str(self._found), validate_access_integrity=False)
-        self._read |= {int(key): tensor for key, tensor in loaded.items()}
+        with self._readable():  # into the tensors that `wanted` shows
+            named = {str(number): part for number, part in enumerate(wanted)}
+            dist_checkpointing.load(named, str(self._found), validate_access_integrity=False)
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
@@ -132,8 +136,27 @@ class StreamedLoad:
         except _UNREADABLE as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
             raise ValueError(
-                f"the checkpoint in {self._found} cannot be read: {reason}; its files are damaged, or were not all copied"
+                f"the checkpoint in {self._found} cannot be read: {reason}; its files are damaged or not all there"
             ) from error
+
+
+def _parts(stored: ShardedTensor | ShardedTensorFactory, values: Tensor) -> list[ShardedTensor]:
+    """What a checkpoint holds of a parameter, as views of its `values`.
+
+    The layer's number is an axis of what is stored. Megatron reads a tensor with such an axis only with all layers.
+    """
+    stored.data = values
+    built = stored.build() if isinstance(stored, ShardedTensorFactory) else stored
+    parts = [built] if isinstance(built, ShardedTensor) else list(nested_values(built))
+    return [
+        dataclasses.replace(
+            part,
+            data=part.data[(None,) * part.prepend_axis_num],
+            local_shape=(1,) * part.prepend_axis_num + tuple(part.local_shape),
+            prepend_axis_num=0,
+        )
+        for part in parts
+    ]
 
 
 def _storage(tensor: Tensor) -> int:
