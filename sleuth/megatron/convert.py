@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import logging
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 SHARD_BYTES = 5 * 10**9
 """Largest size of one safetensors file."""
 
+_M_MMAP_THRESHOLD = -3  # malloc.h
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 Progress = Callable[[str, int], None]
@@ -205,6 +207,7 @@ def stored_dtype(config: Mapping[str, Any]) -> str:
 @contextmanager
 def _single_process(settings: _OneProcess, shape: ModelShape) -> Iterator[None]:
     """A process group of this process alone, unless the caller has one."""
+    _return_freed_memory()
     own = not dist.is_initialized()
     if own:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -215,6 +218,13 @@ def _single_process(settings: _OneProcess, shape: ModelShape) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
         if own:
             dist.destroy_process_group()
+
+
+def _return_freed_memory() -> None:
+    """Make glibc give tensors' memory back when they go; by default it keeps blocks of up to 32 MB, in pieces."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def _build(settings: _OneProcess, shape: ModelShape) -> list[PolicyModel]:
