@@ -6,6 +6,7 @@ The model that describes the checkpoint is on the meta device: its parameters ha
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ _UNREADABLE = (
     CheckpointingException,
     checkpoint.CheckpointException,  # no Exception
     pickle.UnpicklingError,
+    json.JSONDecodeError,
     EOFError,
     KeyError,
     OSError,
@@ -127,7 +129,7 @@ class StreamedLoad:
             del self._waiting[key]
         with self._readable():  # into the tensors that `wanted` shows
             named = {str(number): part for number, part in enumerate(wanted)}
-            dist_checkpointing.load(named, str(self._found), validate_access_integrity=False)
+            dist_checkpointing.load(named, self._found, validate_access_integrity=False)
 
     @contextmanager
     def _readable(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -34,6 +34,8 @@ from sleuth.megatron.convert import hf_to_torch_dist, torch_dist_to_hf, write_hf
 from sleuth.megatron.model import ModelShape, RMSNorm, layer_spec
 from tests.megatron.harness import Task, run_tasks
 from tests.tiny_models import Kind, make_tiny_model
+from tools import convert_hf_to_torch_dist as to_torch_dist
+from tools import convert_torch_dist_to_hf as to_hf
 
 LLAMA_3 = {
     "rope_type": "llama3",
@@ -233,7 +235,7 @@ def test_checkpoints_with_and_without_transformer_engine(
         assert relative(checkpoint_logits(model, engine_like), expected) < 1e-5
         assert relative(checkpoint_logits(model, plain), expected) < 1e-5
         torch_dist_to_hf(tmp_path / "plain", model, tmp_path / "plain back", check=False)
-    names = dist_checkpointing.load_sharded_metadata(str(engine_like))
+    names = load_sharded_metadata(str(engine_like))
     assert any(name.startswith("decoder.final_layernorm._extra_state") for name in names)
     assert relative(checkpoint_logits(model, engine_like), expected) < 1e-5
     torch_dist_to_hf(tmp_path / "engine", model, tmp_path / "engine back", check=False)
@@ -452,6 +454,64 @@ def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(OSError, match="GB free"):
         torch_dist_to_hf(tmp_path / "dist", model, tmp_path / "back")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dist", "model"]
+
+
+def damage(path: Path, keep: int) -> None:
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+BAD_MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "cut short": (lambda model: damage(model / "model.safetensors", 5000), "model.safetensors is cut short or damaged"),
+    "empty": (lambda model: damage(model / "model.safetensors", 0), "model.safetensors is empty; download it again"),
+    "pickles": (
+        lambda model: (model / "model.safetensors").rename(model / "pytorch_model.bin"),
+        "pytorch_model.bin; write safetensors with `python -c",
+    ),
+    "empty config": (lambda model: damage(model / "config.json", 0), "config.json: expected a JSON object, found an"),
+    "half a config": (
+        lambda model: damage(model / "config.json", 90),
+        "config.json: expected a JSON object, found no",
+    ),
+    "no config": (lambda model: (model / "config.json").unlink(), "expected a model's folder with config.json"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MODELS)
+def test_a_bad_model_is_one_line(tmp_path: Path, name: str) -> None:
+    spoil, message = BAD_MODELS[name]
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    spoil(model)
+    for tool, words in ((to_torch_dist, []), (to_hf, ["--load", str(tmp_path / "dist")])):
+        if tool is to_hf and "config" not in name:
+            continue  # it reads no weights of the model
+        with pytest.raises(SystemExit) as caught:
+            tool.main(["--hf-checkpoint", str(model), "--save", str(tmp_path / "new"), *words])
+        assert str(caught.value.code).startswith("error: ")
+        assert message in str(caught.value.code)
+        assert "\n" not in str(caught.value.code)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("pattern", [".metadata", "*.distcp", "metadata.json", "common.pt"])
+@pytest.mark.parametrize("keep", [None, 0, 100])
+def test_a_damaged_checkpoint_is_an_error(tmp_path: Path, pattern: str, keep: int | None) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    found = hf_to_torch_dist(model, tmp_path / "dist", check=False)
+    (path,) = found.glob(pattern)
+    path.unlink() if keep is None else damage(path, keep)
+    with pytest.raises(SystemExit) as caught:
+        to_hf.main(["--load", str(found.parent), "--hf-checkpoint", str(model), "--save", str(tmp_path / "new")])
+    assert str(caught.value.code).startswith("error: ")
+    assert str(found) in str(caught.value.code)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_reference_of_another_shape_is_refused(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    other = make_tiny_model(tmp_path / "other", "qwen2", num_hidden_layers=3, rms_norm_eps=1e-5)
+    map_of_model = SimpleNamespace(shape=ModelShape.from_hf(model))
+    with pytest.raises(ValueError, match=r"num_layers is 3, expected 2, norm_epsilon is 1e-05, expected 1e-06"):
+        weights.load_hf_weights(map_of_model, other)  # type: ignore[arg-type]
 
 
 def test_the_commands_fail_with_one_line(tmp_path: Path) -> None:
