@@ -246,9 +246,8 @@ def test_checkpoints_with_and_without_transformer_engine(
 def checkpoint_logits(model: Path, found: Path, ids: Tensor | None = None, **changes: Any) -> Tensor:
     """What the trainer computes after its own way of loading."""
     shape = replace(ModelShape.from_hf(model), **changes)
-    settings = convert._OneProcess("float32")
-    with convert._single_process(settings, shape), torch.no_grad():
-        chunks = convert._build(settings, shape)
+    with convert._alone(), torch.no_grad():
+        chunks = convert._build(shape, "float32")
         load_weights(chunks, found)
         return chunks[0].logits(probe._probe(shape.vocab_size) if ids is None else ids)
 
