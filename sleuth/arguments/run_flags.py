@@ -189,8 +189,8 @@ class RolloutArgs(Group):
     )
     update_weights_interval: PositiveInt = Field(
         1,
-        description="Steps between updates of the engines' weights. With N > 1 the engines sample from a policy that is "
-        "up to N - 1 steps old, and colocated engines keep their weights on the GPU while the trainer works. "
+        description="Steps between updates of the engines' weights. With N > 1 the engines sample from a policy that "
+        "is up to N - 1 steps old, and colocated engines keep their weights on the GPU while the trainer works. "
         "Weights are also sent at the start, before each evaluation and at the end.",
     )
     update_weights_through: Literal["tensor", "disk"] = Field(
