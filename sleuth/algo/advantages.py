@@ -38,7 +38,7 @@ def group_advantages(rewards: Tensor, *, normalize_std: bool) -> Tensor:
 
 
 def step_advantages(rewards: Tensor, tokens: Tensor) -> Tensor:
-    """Advantages [G, n]: rewards [G, n] normalised over the step; `tokens` [G, n] counts the trained tokens of a sample.
+    """Advantages [G, n]: rewards [G, n] normalised over the step; `tokens` [G, n] counts trained tokens of samples.
 
     A = (r - mean) / (std + 1e-6), with mean and std over all trained tokens, each having its sample's reward:
     REINFORCE++ (Hu 2025, arXiv 2501.03262) with a discount of 1 and the KL penalty in the loss, not the reward. If the

@@ -21,7 +21,7 @@ def padded_length(length: int, multiple: int) -> int:
 
 
 def pad_multiple(cp_size: int, tp_size: int = 1) -> int:
-    """The number that must divide every sequence length: 2 * cp for the zigzag layout, times tp (sequence parallelism)."""
+    """What must divide every sequence length: 2 * cp for the zigzag layout, times tp for sequence parallelism."""
     return (2 * cp_size if cp_size > 1 else 1) * tp_size
 
 
