@@ -30,7 +30,7 @@ class EngineDiedError(RuntimeError):
 
 
 class Engines:
-    """The actors of all engines, which start at the same time. Without any (a supervised run) the methods do nothing."""
+    """The actors of all engines, which start at the same time. Without any (supervised run) the methods do nothing."""
 
     def __init__(self, args: Args, run_dir: Path, placement: Placement) -> None:
         self.args = args
