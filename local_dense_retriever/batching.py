@@ -55,7 +55,7 @@ class BatchingConfig(NamedTuple):
     max_queue: int = 4096
     """Distinct queries that may wait."""
     cache_size: int = 10_000
-    """How many queries' results are kept; 0: none. A query with more than `cached_topk` results counts several times."""
+    """How many queries' results are kept; 0: none. One with more than `cached_topk` results counts several times."""
     cached_topk: int = 3
 
 
