@@ -29,7 +29,7 @@ class ConvertGroup(Group):
     hf_checkpoint: Path = Field(description="Folder of the Hugging Face model.")
     save: Path = Field(description="Folder for the torch_dist checkpoint; it must not hold one yet.")
     dtype: DType = Field("auto", description="Precision of the checkpoint; auto is that of config.json.")
-    check: bool = Field(True, description="Compare logits of both models afterwards, where memory allows.")
+    check: bool = Field(True, description="Compare logits of both models afterwards, if memory allows.")
 
 
 class ConvertArgs(ModelArgs, ConvertGroup):
