@@ -4,7 +4,8 @@
         --custom-generate-function-path examples.calculator.generate \\
         --custom-rm-path examples.calculator.reward_func
 
-Copy it to write your own. The model writes `<calc>12 * 7</calc>`, reads `<result>84</result>`, and
+`python tools/try_hook.py` with the same flags tries it in seconds. Copy it to write your own; docs/hooks.md says what a
+hook may do. The model writes `<calc>12 * 7</calc>`, reads `<result>84</result>`, and
 goes on; a turn without a call ends the trajectory. The label of a row is the expected number.
 """
 
