@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from google_search_server import GoogleSettings
 from local_search_server import START_SERVER, LocalSettings
-from qa_em_format import iter_actions, score_response
+from qa_em_format import iter_actions, parse_golden_answers, score_response
 from sleuth.hooks import (
     Conversation,
     Sample,
@@ -257,6 +257,11 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, flo
         "retrieval_hit": float(result.retrieval_hit),
         "answered": float(result.answer is not None),
     }
+
+
+def check_label(label: Any) -> bool:
+    """Whether some answer is right under a label; ValueError for one that cannot be read. Called for every row."""
+    return bool(parse_golden_answers(label))
 
 
 def text_segments(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:

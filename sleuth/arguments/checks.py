@@ -209,8 +209,8 @@ def _loss(args: AllFlags) -> Iterator[str]:
     for name in ("use_kl_loss", "kl_coef"):
         if getattr(args, name) and args.ref_load is None:
             yield (
-                f"{flag(name)} needs the frozen reference, found no --ref-load; convert the model with "
-                f"tools/convert_hf_to_torch_dist.py and pass its folder as --ref-load, or drop {flag(name)}"
+                f"{flag(name)} needs the frozen reference, found no --ref-load; pass the folder of "
+                f"--hf-checkpoint, or one that tools/convert_hf_to_torch_dist.py made, or drop {flag(name)}"
             )
     yield from _overlong(args)
     if args.loss_type == "policy" and not args.custom_rm_path:

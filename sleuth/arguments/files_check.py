@@ -13,6 +13,7 @@ from sleuth.arguments.args import Args
 from sleuth.arguments.parser import ArgumentsError
 from sleuth.checkpoints import TRACKER, find_checkpoint, holds_checkpoint
 from sleuth.data_path import DataPath
+from sleuth.engine.launch import missing_engine
 from sleuth.paths import nearest_existing
 
 
@@ -38,8 +39,28 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a Hugging Face folder; ValueError says what to do if it is missing."""
     for problem in _model_problems(folder):
         raise ArgumentsError(problem)
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return parse_config(folder)
+
+
+def parse_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder, with or without a tokenizer; ValueError says what to do if it cannot be used."""
+    path = folder / "config.json"
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        config = json.loads(text)
+    except OSError as error:
+        raise ArgumentsError(f"expected a model's {path}, found none that can be read: {error.strerror}") from error
+    except ValueError as error:
+        found = f"not JSON: {error}" if path.stat().st_size else "an empty file"
+        raise ArgumentsError(f"{path}: expected a JSON object, found {found}; download it again") from error
+    if not isinstance(config, dict):
+        raise ArgumentsError(f"{path}: expected a JSON object, found {text.strip()[:40]!r}; download it again")
     return config
+
+
+def is_hf_folder(folder: Path) -> bool:
+    """Whether it is a Hugging Face model rather than torch_dist checkpoints."""
+    return (folder / "config.json").is_file() and not holds_checkpoint(folder)
 
 
 def _model_problems(folder: Path) -> Iterator[str]:
@@ -54,9 +75,10 @@ def _model_problems(folder: Path) -> Iterator[str]:
 
 
 def _checkpoint_problems(args: Args) -> Iterator[str]:
-    if args.ref_load is not None and not holds_checkpoint(args.ref_load):
+    if args.ref_load is not None and not (holds_checkpoint(args.ref_load) or is_hf_folder(args.ref_load)):
         yield (
-            f"--ref-load: expected a torch_dist checkpoint ({TRACKER}), found none at {args.ref_load}; make it with "
+            f"--ref-load: expected a Hugging Face folder (config.json) or a torch_dist checkpoint ({TRACKER}), found "
+            f"none at {args.ref_load}; pass {args.hf_checkpoint} itself, or make a checkpoint with "
             f"`python tools/convert_hf_to_torch_dist.py --hf-checkpoint {args.hf_checkpoint} --save {args.ref_load}`"
         )
     resumes_own = args.load is not None and args.load == args.save
@@ -90,6 +112,8 @@ def _data_problems(args: Args) -> Iterator[str]:
 
 
 def _package_problems(args: Args) -> Iterator[str]:
+    if fault := missing_engine():
+        yield fault
     if args.use_wandb and importlib.util.find_spec("wandb") is None:
         yield "--use-wandb: expected the package wandb, found none; `pip install wandb`, or drop the flag"
 

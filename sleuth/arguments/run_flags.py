@@ -68,7 +68,8 @@ class CheckpointArgs(Group):
     )
     ref_load: Path | None = Field(
         None,
-        description="torch_dist checkpoint of the frozen reference; also where the actor starts unless --load has one.",
+        description="Frozen reference, and where the actor starts unless --load has a checkpoint: a Hugging Face "
+        "folder of the same shape, or a torch_dist checkpoint.",
     )
     load: Path | None = Field(
         None,
