@@ -29,8 +29,8 @@ def train(args: Args, run: Run, tracker: Tracker) -> None:
     """The loop. Step numbers are 1-based; step 0 is the evaluation before training."""
     trainer, rollout, limit = run.trainer, run.rollout, args.max_logprob_diff
     sync = sync_weights(trainer, rollout, run.steps_done, max_difference=limit)
-    if run.steps_done == 0 and args.eval_before_train:
-        tracker.log(0, sync | rollout.evaluate(0))
+    if run.steps_done == 0 and args.eval_before_train and (before := sync | rollout.evaluate(0)):
+        tracker.log(0, before)
 
     for step in range(run.steps_done + 1, args.num_rollout + 1):
         metrics: dict[str, float] = {}

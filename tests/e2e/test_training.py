@@ -81,7 +81,7 @@ def test_a_signal_stops_everything_and_keeps_the_last_checkpoint(tmp_path, flags
     assert "has the engine died" not in output
     assert "Traceback" not in output
     wait_until(lambda: not processes_of(tmp_path / "run"), "an end of all processes", seconds=20)
-    assert [line["step"] for line in metrics_of(tmp_path / "run")] == list(range(1, step + 1))
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == list(range(step + 1))
     assert (tmp_path / f"save/iter_{step:07d}/metadata.json").exists()
 
 
