@@ -102,7 +102,8 @@ check_machine() {
 fingerprint() { cat "$@" | sha256sum | cut -d ' ' -f 1; }
 
 pip_install() {
-    "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --retries 3 --no-deps --require-hashes "$@" </dev/null
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --retries 3 --no-deps --require-hashes \
+        --only-binary :all: "$@" </dev/null
 }
 
 # Only its PyTorch part is compiled. By itself it would first look for a binary elsewhere, of which no hash is known.
@@ -112,7 +113,7 @@ install_te() {
     include="$(printf '%s:' "$packages"/nvidia/*/include)" # headers of cuDNN and NCCL
     echo "-- TransformerEngine"
     NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE CPLUS_INCLUDE_PATH="$include${CPLUS_INCLUDE_PATH:-}" \
-        pip_install --no-build-isolation --requirement "$1"
+        pip_install --no-build-isolation --no-binary transformer-engine-torch --requirement "$1"
 }
 
 # The environment must see the GPUs, or the set-up has failed whatever was installed.

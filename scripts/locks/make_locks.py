@@ -28,7 +28,8 @@ LEFT_OUT = {"transformer-engine-cu12"}
 CUDA 13 it would put the same files in the same places."""
 RESOLVE = [
     *("uv", "pip", "compile", "--no-config", "--quiet", "--generate-hashes", "--no-header", "--no-annotate"),
-    *("--no-emit-index-url", "--no-emit-find-links", "--python-platform", PLATFORM),
+    *("--no-emit-index-url", "--no-emit-find-links", "--python-platform", PLATFORM, "--override", "overrides.in"),
+    *("--only-binary", ":all:", "--no-binary", "transformer-engine-torch"),  # the one that is compiled
 ]
 
 
@@ -46,7 +47,7 @@ class Lock:
 
     def fingerprint(self) -> str:
         """A hash of all that decides what is resolved, but for what the index offers."""
-        inputs = [LOCKS / f"{self.name}.in"] + ([self.beside.path] if self.beside else [])
+        inputs = [LOCKS / f"{self.name}.in", LOCKS / "overrides.in"] + ([self.beside.path] if self.beside else [])
         parts = [self.python.encode(), PLATFORM.encode(), *(path.read_bytes() for path in inputs)]
         return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
@@ -57,10 +58,11 @@ class Lock:
         """Resolve anew; the versions of the present lock are kept where they still fit, unless `upgrade`."""
         known = LOCKS / "in-use.txt"  # uv takes what it writes to as the versions to prefer
         known.write_text(self.path.read_text(encoding="utf-8") if self.path.is_file() and not upgrade else "")
-        command = [*RESOLVE, "--python-version", self.python, "--output-file", str(known), str(LOCKS / f"{self.name}.in")]
+        command = [*RESOLVE, "--python-version", self.python, "--output-file", str(known)]
+        command.append(str(LOCKS / f"{self.name}.in"))
         command += ["--constraint", str(self.beside.path)] if self.beside else []
         try:
-            subprocess.run(command, check=True)
+            subprocess.run(command, check=True, cwd=LOCKS)
             text = known.read_text(encoding="utf-8")
         finally:
             known.unlink()

@@ -176,7 +176,10 @@ class NumericsArgs(Group):
         True, description="Always so here; accepted for compatibility with Megatron's scripts."
     )
     attention_backend: Literal["auto", "flash", "fused", "unfused"] = Field(
-        "auto", description="Attention kernels where TransformerEngine is installed; without it there is one."
+        "auto",
+        description="Attention kernels where TransformerEngine is installed: auto takes the fastest there is; flash is "
+        "flash-attn, and cuDNN's where none is installed that it accepts; fused is cuDNN's. Without TransformerEngine "
+        "there is one, torch's own.",
     )
 
 

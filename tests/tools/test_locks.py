@@ -19,7 +19,8 @@ LOCKS = ROOT / "scripts" / "locks"
 
 def load_make_locks(folder: Path = LOCKS) -> ModuleType:
     spec = importlib.util.spec_from_file_location("make_locks", LOCKS / "make_locks.py")
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules["make_locks"] = module  # dataclasses look there
     spec.loader.exec_module(module)
@@ -42,7 +43,8 @@ def test_a_change_of_inputs_asks_for_new_locks(tmp_path: Path, capsys: pytest.Ca
     assert "gpu-te-3.11.txt, gpu-te-3.12.txt; run `make locks`" in capsys.readouterr().out
     with (tmp_path / "gpu-3.12.txt").open("a") as file:  # TransformerEngine's must fit to it
         file.write("extra==1\n")
-    assert [lock.path.name for lock in module.locks() if not lock.is_current()] == ["gpu-te-3.11.txt", "gpu-te-3.12.txt"]
+    shutil.copy(LOCKS / "gpu-te.in", tmp_path)
+    assert [lock.path.name for lock in module.locks() if not lock.is_current()] == ["gpu-te-3.12.txt"]
 
 
 @pytest.mark.parametrize("path", sorted(LOCKS.glob("*.txt")), ids=lambda path: path.name)
