@@ -195,7 +195,7 @@ class EvalArgs(Group):
 
 
 class EngineArgs(Group):
-    """SGLang engines"""
+    """SGLang engines; beside these, --sglang-NAME takes any option NAME of SGLang's server, which checks it"""
 
     sglang_mem_fraction_static: PositiveFraction = Field(
         0.7, description="Share of GPU memory for an engine's weights and KV cache."
@@ -204,6 +204,9 @@ class EngineArgs(Group):
         None, description="Tokens of an engine's KV cache [what fits; 65536 on a CPU]."
     )
     sglang_dtype: DType | None = Field(None, description="Precision of the engines [as --dtype].")
+    sglang_options: dict[str, list[str]] = Field(
+        default_factory=dict, exclude_if=lambda value: not value, description="Words of SGLang's own options, by name."
+    )
 
 
 class HookArgs(Group):

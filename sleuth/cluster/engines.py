@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from sleuth.arguments import Args
+from sleuth.arguments.sglang_flags import option_words
 from sleuth.cluster.placement import Device, Placement
 from sleuth.engine.actor import EngineActor
 from sleuth.engine.server import EngineConfig
@@ -119,4 +120,5 @@ def engine_config(args: Args, run_dir: Path, index: int, devices: Sequence[Devic
         gpu_ids=tuple(device.gpu_id for device in devices if device.gpu_id is not None),
         mem_fraction_static=args.sglang_mem_fraction_static,
         enable_memory_saver=args.colocate,
+        extra_args=option_words(args.sglang_options),
     )
