@@ -12,7 +12,6 @@ on its own and appended, and nothing is ever re-tokenized. What the format is wo
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -23,8 +22,8 @@ from pydantic import AfterValidator, Field
 from transformers import PreTrainedTokenizerBase
 
 from google_search_server import GoogleSettings
-from local_search_server import LocalSettings
-from qa_em_format import iter_actions, score_response
+from local_search_server import START_SERVER, LocalSettings
+from qa_em_format import iter_actions, parse_golden_answers, score_response
 from sleuth.hooks import (
     Conversation,
     Sample,
@@ -41,6 +40,7 @@ from sleuth.search import (
     QueryError,
     SearchError,
     SearchService,
+    ask_test_question,
     format_observation,
     guarded_backend,
     shared_service,
@@ -66,11 +66,6 @@ CORRECTION = (
 )
 REFUSED = "\nThat query was refused. A short question goes between <search> and </search>.\n"
 BUILT_IN = ("local", "google")
-TEST_QUESTION, TEST_SECONDS = "capital of France", 15.0
-START_LOCAL = (
-    "start it (python local_dense_retriever/retrieval_server.py --corpus_path data/demo/corpus.jsonl.gz "
-    "--retriever_name bm25), or name another with --search-url; "
-)
 
 
 def _known_backend(value: str) -> str:
@@ -126,8 +121,7 @@ async def search(args: Any, query: str) -> list[Passage]:
     the search fails, SearchUnavailableError once the backend must be taken for down.
     """
     settings = SearchSettings.of(args)
-    service = shared_service(settings, lambda: _service(settings))
-    return await service.search(query)
+    return await shared_service(settings, lambda: _service(settings)).search(query)
 
 
 def _service(settings: SearchSettings) -> SearchService:
@@ -162,16 +156,12 @@ def check_args(args: Any) -> None:
 async def check_services(args: Any) -> None:
     """Ask the search backend one question; ValueError if it does not answer. Called before anything starts."""
     settings = SearchSettings.of(args)
-    name, seconds = settings.search_backend, min(TEST_SECONDS, settings.search_timeout)
-    try:
-        async with asyncio.timeout(seconds):
-            await _backend(settings, retries=0)(TEST_QUESTION)
-    except (SearchError, QueryError, TimeoutError) as error:
-        where, start = (settings.local.search_url, START_LOCAL) if name == "local" else (f"its server ({name})", "")
-        raise ValueError(
-            f"expected the search backend {name} to answer a test question, found {where}: "
-            f"{str(error) or f'no answer within {seconds:g} s'}; {start}--no-search-check starts without asking"
-        ) from None
+    await ask_test_question(
+        _backend(settings, retries=0),
+        settings.search_backend,
+        timeout=settings.search_timeout,
+        remedy=START_SERVER.format(settings.local.search_url) if settings.search_backend == "local" else "",
+    )
 
 
 # --- The conversation ---
@@ -267,6 +257,11 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, flo
         "retrieval_hit": float(result.retrieval_hit),
         "answered": float(result.answer is not None),
     }
+
+
+def check_label(label: Any) -> bool:
+    """Whether some answer is right under a label; ValueError for one that cannot be read. Called for every row."""
+    return bool(parse_golden_answers(label))
 
 
 def text_segments(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:

@@ -21,6 +21,11 @@ from sleuth.search import Backend, SearchError, clean_query, request_text, with_
 from sleuth.search.observation import title_text
 
 EXAMPLE_URL = "http://127.0.0.1:8000/retrieve"
+START_SERVER = (
+    "start one at {} (python local_dense_retriever/retrieval_server.py --corpus_path data/demo/corpus.jsonl.gz "
+    "--retriever_name bm25), or name another with --search-url"
+)
+"""What to do where no server answers at a URL."""
 
 
 class LocalSettings(SettingsPart):

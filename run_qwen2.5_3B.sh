@@ -242,6 +242,8 @@ END
     fi
     read -r gcs_port dashboard_port agent_port client_port < <(free_ports 4)
     export RAY_raylet_start_wait_time_s=150 # a busy machine is not a broken one
+    # Ray's own commands must not look for the head through a proxy.
+    export no_proxy="${no_proxy:+$no_proxy,}127.0.0.1,localhost,::1" NO_PROXY="${NO_PROXY:+$NO_PROXY,}127.0.0.1,localhost,::1"
     export RAY_worker_niceness="${RAY_worker_niceness:-0}" # Ray's own 15 starves a run beside ordinary processes
     # Only who has this token may submit jobs to the head; every process of this script inherits it.
     RAY_AUTH_MODE=token RAY_AUTH_TOKEN="$("$PYTHON" -c 'import secrets; print(secrets.token_hex(32))')"

@@ -20,9 +20,11 @@ from local_dense_retriever.batching import Batcher, BatchingConfig, Hit, QueueFu
 from local_dense_retriever.metrics import Metrics
 from local_dense_retriever.retrievers import Retriever
 
+# The bounds of a request; docs/retrieval.md tells them to users. A refusal names the bound and what was found.
 MAX_TOPK = 100
 MAX_QUERIES = 1024
 MAX_QUERY_CHARS = 8192
+"""Of each query. Encoders read 512 tokens at most, some 2,500 characters; this bounds what BM25 does for a client."""
 MAX_BODY_BYTES = 16 * 1024 * 1024
 RETRY_AFTER_SECONDS = 1
 CLIENT_GONE = 499  # nginx's; no one reads it but the metrics
@@ -110,7 +112,6 @@ def create_app(
         await batcher.close()
 
     app = FastAPI(title="Passage retrieval", lifespan=lifespan)
-    app.add_exception_handler(HTTPException, refuse)
     app.add_middleware(CountAnswers, metrics=metrics)
 
     @app.post(
@@ -184,6 +185,8 @@ def parse_request(body: bytes) -> RetrieveRequest:
 def _found(fault: Mapping[str, Any]) -> str:
     """What was there instead, where it is short enough to be told."""
     value = fault["input"]
+    if fault["type"] == "string_too_long":
+        return f", found {len(value)}"
     return (
         f", found {value!r}" if isinstance(value, int | float) or (isinstance(value, str) and len(value) < 80) else ""
     )
@@ -218,13 +221,6 @@ def render(found: Sequence[Sequence[Hit]], return_scores: bool) -> bytes:
     else:
         result = [[orjson.Fragment(hit.document) for hit in hits] for hits in found]
     return orjson.dumps({"result": result})
-
-
-async def refuse(_: Request, error: Exception) -> Response:
-    """An HTTPException as a `Refusal`."""
-    assert isinstance(error, HTTPException)
-    body = orjson.dumps({"detail": error.detail})
-    return Response(body, error.status_code, error.headers, media_type="application/json")
 
 
 class CountAnswers:

@@ -239,10 +239,10 @@ def _make_offsets(corpus: Path, file: Path) -> None:
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as out:
-            out.write(_npy_header(0))
+            _write_header(out, 0)
             count = _write_offsets(corpus, out)
             out.seek(0)
-            out.write(_npy_header(count))
+            _write_header(out, count)  # numpy leaves room for the number to grow
             out.flush()
             os.fsync(out.fileno())
         partial.replace(file)
@@ -256,10 +256,10 @@ def _remove_stale(file: Path) -> None:
             partial.unlink(missing_ok=True)
 
 
-def _npy_header(count: int) -> bytes:
-    """The first 128 bytes of a .npy file of `count` uint64 numbers: magic, version, length and a padded dict."""
-    fields = f"{{'descr': '<u8', 'fortran_order': False, 'shape': ({count},), }}"
-    return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + fields.ljust(117).encode() + b"\n"
+def _write_header(out: Any, count: int) -> None:
+    """The beginning of a .npy file of `count` uint64 numbers."""
+    fields = {"descr": "<u8", "fortran_order": False, "shape": (count,)}
+    np.lib.format.write_array_header_1_0(out, fields)
 
 
 def _write_offsets(corpus: Path, out: Any) -> int:
@@ -275,16 +275,16 @@ def _write_offsets(corpus: Path, out: Any) -> int:
                 count += 1
             start += len(line)
             if len(pending) == FLUSH_EVERY:
-                out.write(np.array(pending, np.uint64).tobytes())
+                out.write(np.array(pending, np.uint64))
                 bar.update(start - bar.n)
                 pending.clear()
         bar.update(start - bar.n)
     if not count:
         raise _empty(corpus)
-    out.write(np.array([*pending, start], np.uint64).tobytes())
+    out.write(np.array([*pending, start], np.uint64))
     halves = divmod(digest.intdigest(), 1 << 64)
     out.seek(head_at)
-    out.write(np.array([OFFSETS_VERSION, stat.st_size, stat.st_mtime_ns, *halves], np.uint64).tobytes())
+    out.write(np.array([OFFSETS_VERSION, stat.st_size, stat.st_mtime_ns, *halves], np.uint64))
     return HEAD + count + 1
 
 

@@ -1,12 +1,13 @@
 """Embeddings of a corpus on disk: written shard by shard, resumable after a kill at any moment, never mixed.
 
-A folder of n shards holds for each `embeddings-00001-of-0000n.f16` (rows of float16, nothing else) and beside it
-a `.json`: of which corpus and encoder, and how many rows are safely on disk. The JSON is replaced only after the rows
-were, so a killed run goes on behind the last ones it vouches for.
+A folder of n shards holds for each `embeddings-00001-of-0000n.npy` (float16, [rows, d]; shorter than its header says
+until it is done) and beside it a `.json`: of which corpus and encoder, and how many rows are safely on disk. The JSON
+is replaced only after the rows were, so a killed run goes on behind the last ones it vouches for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -14,7 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from tqdm import tqdm
@@ -53,7 +54,7 @@ class Shard:
         return range(passages * (self.number - 1) // self.count, passages * self.number // self.count)
 
     def file(self, folder: Path) -> Path:
-        return folder / f"embeddings-{self.number:05d}-of-{self.count:05d}.f16"
+        return folder / f"embeddings-{self.number:05d}-of-{self.count:05d}.npy"
 
 
 @dataclass(frozen=True)
@@ -104,17 +105,18 @@ def write_embeddings(corpus: Corpus, encoder: Encoder, folder: Path, shard: Shar
     origin, rows, file = Origin.of(corpus, encoder), shard.rows(len(corpus)), shard.file(folder)
     _check_neighbours(folder, shard, origin)
     row_bytes = encoder.dimension * HALF.itemsize
-    with file.open("ab") as out:
+    with file.open("ab+") as out:
         _lock(out, file)
-        done = _rows_done(file, row_bytes)
+        start = _start_of_rows(out, (len(rows), encoder.dimension))
+        done = _rows_done(file, start, row_bytes)
         check_disk(folder, (len(rows) - done) * row_bytes, "embeddings")
         _mark(file, origin, done, len(rows))
-        out.truncate(done * row_bytes)
+        out.truncate(start + done * row_bytes)
         with _progress(shard, len(rows), done) as bar:
             while done < len(rows):
                 part = rows[done : done + chunk]
                 contents = [passage["contents"] for passage in corpus[part.start : part.stop]]
-                out.write(encoder.encode_passages(contents).astype(HALF).tobytes())
+                out.write(encoder.encode_passages(contents).astype(HALF, "C").data)
                 out.flush()
                 os.fsync(out.fileno())
                 done += len(part)
@@ -122,12 +124,26 @@ def write_embeddings(corpus: Corpus, encoder: Encoder, folder: Path, shard: Shar
                 bar.update(len(part))
 
 
-def _lock(out: Any, file: Path) -> None:
+def _lock(out: BinaryIO, file: Path) -> None:
     """Keep the file from other processes until it is closed, or this process ends in whatever way."""
     try:
         fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(f"another process is writing {file}; wait for it, or stop it") from None
+
+
+def _start_of_rows(out: BinaryIO, shape: tuple[int, int]) -> int:
+    """Where the rows begin in a file of `shape`; its header is written where there is none of that shape."""
+    out.seek(0)
+    with contextlib.suppress(ValueError):  # cut off within the header, or none of numpy's
+        if np.lib.format.read_magic(out) == (1, 0):
+            found, _, dtype = np.lib.format.read_array_header_1_0(out)
+            if (found, dtype) == (shape, HALF):
+                return out.tell()
+    out.truncate(0)
+    np.lib.format.write_array_header_1_0(out, {"descr": HALF.str, "fortran_order": False, "shape": shape})
+    out.flush()
+    return out.tell()
 
 
 def _progress(shard: Shard, total: int, done: int) -> tqdm[Any]:
@@ -159,12 +175,12 @@ def _read_mark(path: Path) -> tuple[int, int, Origin]:
         raise ValueError(f"{path} does not say how far the embeddings beside it are ({error}); remove both") from None
 
 
-def _rows_done(file: Path, row_bytes: int) -> int:
+def _rows_done(file: Path, start: int, row_bytes: int) -> int:
     """Rows that an earlier run of this shard left; 0 where its file is missing or shorter than it should be."""
     if not _mark_path(file).is_file() or not file.is_file():
         return 0
     done, _, _ = _read_mark(_mark_path(file))
-    return min(done, file.stat().st_size // row_bytes)
+    return min(done, (file.stat().st_size - start) // row_bytes)
 
 
 def _check_neighbours(folder: Path, shard: Shard, origin: Origin) -> None:
@@ -194,9 +210,7 @@ class Embeddings:
             names = ", ".join(f"{shard.number}/{count}" for shard in missing)
             raise ValueError(f"the embeddings in {folder} are not complete: run --shard {names} first")
         self.origin = _read_mark(marks[0])[2]
-        shape = (-1, self.origin.dimension)
-        files = [shard.file(folder) for shard in shards]
-        self._parts = [np.memmap(file, HALF, "r").reshape(shape) for file in files if file.stat().st_size]
+        self._parts = [np.load(shard.file(folder), mmap_mode="r") for shard in shards]
         assert len(self) == self.origin.passages
 
     def __len__(self) -> int:
@@ -223,4 +237,8 @@ def _is_whole(file: Path) -> bool:
     if not _mark_path(file).is_file() or not file.is_file():
         return False
     done, total, origin = _read_mark(_mark_path(file))
-    return done == total and file.stat().st_size == total * origin.dimension * HALF.itemsize
+    try:
+        rows = np.load(file, mmap_mode="r")
+    except (ValueError, EOFError):  # shorter than its header says, or none of numpy's
+        return False
+    return done == total and rows.shape == (total, origin.dimension) and rows.dtype == HALF

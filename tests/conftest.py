@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -16,6 +17,8 @@ from sleuth.weight_sync.tensor import push_weights
 from tests.tiny_models import make_tiny_model
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is not a bug
+hypothesis.settings.load_profile("untimed")
 
 
 ENGINE_TIMEOUT = 900  # seconds; a server is up in 20, on a machine that is busy otherwise in minutes

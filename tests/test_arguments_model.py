@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from sleuth.arguments import (
     check_files,
     check_model,
     check_tokenizer,
+    model_flags,
     parse_args,
 )
+from sleuth.arguments.hf_config import Llama3Scaling, complete_config, rotary_scaling
 from tests.flags import parse
 from tests.published_configs import PUBLISHED
 
@@ -51,12 +54,45 @@ def test_a_contradiction_with_the_config_names_both_values(flags: list[str], par
         ({"model_type": "gpt2"}, "found 'gpt2'"),
         ({"hidden_act": "gelu"}, "found 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope type 'yarn'"),
+        ({"layer_types": ["full_attention"] * 35 + ["sliding_attention"]}, "layer_types: .* found sliding_attention"),
+        ({"attention_bias": True}, "attention_bias: expected false, found true"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0, found 0.5"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .* the method 'fp8'"),
+        ({"rms_norm_eps": "small"}, "transformers cannot read its config.json: .*rms_norm_eps"),
     ],
 )
 def test_models_that_are_not_supported_are_refused(change: dict[str, Any], message: str):
     with pytest.raises(ArgumentsError, match=message):
         check_model(parse(), {**PUBLISHED["qwen2.5-3B"], **change})
+
+
+def test_scaling_in_one_section_counts_where_another_says_default():
+    """Engines apply it: transformers merges both sections."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+    change = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": scaling}
+    with pytest.raises(ArgumentsError, match="rope type 'yarn'"):
+        check_model(parse(), {**PUBLISHED["qwen2.5-3B"], **change})
+
+
+def test_what_a_config_leaves_out_has_transformers_defaults():
+    short = {name: value for name, value in PUBLISHED["qwen2.5-3B"].items() if "num" in name or "type" in name}
+    args = check_model(parse(), short | {"hidden_size": 2048})
+    assert (args.norm_epsilon, args.rotary_base, args.rollout_max_context_len) == (1e-6, 10000.0, 32768)
+    assert args.untie_embeddings_and_output_weights is True
+    assert model_flags({"model_type": "qwen3"})["kv_channels"] == 128
+    assert model_flags({"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4})["kv_channels"] == 64
+
+
+def test_an_old_config_of_llama_3_is_understood():
+    scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    old = {"model_type": "llama", "rope_theta": 5e5, "max_position_embeddings": 131072}
+    config = complete_config(old | {"rope_scaling": scaling | {"original_max_position_embeddings": 8192}})
+    assert rotary_scaling(config) == Llama3Scaling(32.0, 1.0, 4.0, 8192)
+    assert model_flags(config)["rotary_base"] == 5e5
+    assert rotary_scaling(complete_config(old)) is None
 
 
 EIGHT = ("--actor-num-gpus-per-node", "8")
@@ -86,7 +122,7 @@ def test_a_mixture_of_experts_is_filled_in_from_either_spelling_of_its_config():
         ),
         ("qwen3-30B-A3B", ["--tensor-model-parallel-size", "2"], {}, "expected --sequence-parallel with it"),
         ("qwen3-30B-A3B", [], {"mlp_only_layers": [0]}, "expected experts in every layer"),
-        ("qwen3-30B-A3B", [], {"num_experts": None}, "num_local_experts or num_experts"),
+        ("qwen3-30B-A3B", [], {"num_experts": None}, "transformers cannot read .*num_experts"),
         (
             "qwen3-30B-A3B",
             ["--expert-tensor-parallel-size", "4"],
@@ -201,3 +237,36 @@ def test_a_file_of_a_hub_data_set_is_not_sought_here(tmp_path: Path, monkeypatch
     (tmp_path / "owner").mkdir()
     with pytest.raises(ArgumentsError, match=r"found none at owner/repo/train\.parquet"):
         check_files(parse("--prompt-data", "owner/repo/train.parquet@[0:5]"))
+
+
+def checkpoint(folder: Path, step: int, **description: Any) -> Path:
+    """A folder of checkpoints with one, of which there is no more than what it says of itself."""
+    one = folder / f"iter_{step:07d}"
+    one.mkdir(parents=True)
+    (one / "metadata.json").write_text("{}")
+    (one / "sleuth.json").write_text(json.dumps({"step": step, **description}))
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
+    return folder
+
+
+def test_finetuning_starts_a_new_run_from_a_checkpoint_that_is_there(tmp_path: Path):
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    saved, empty = checkpoint(tmp_path / "saved", 5, optimizer_steps=None), tmp_path / "empty"
+    files = ["--hf-checkpoint", str(model_folder(tmp_path)), "--prompt-data", str(tmp_path / "train.jsonl")]
+    check_files(parse(*files, "--finetune", "--load", str(saved), "--save", str(empty)))
+    with pytest.raises(ArgumentsError, match=f"--load: expected a checkpoint .*, found none at {empty}"):
+        check_files(parse(*files, "--finetune", "--load", str(empty), "--save", str(empty)))
+    with pytest.raises(ArgumentsError, match=f"--save: expected .*; --load {saved} without --finetune goes on"):
+        check_files(parse(*files, "--finetune", "--load", str(saved), "--save", str(saved)))
+
+
+def test_a_checkpoint_that_training_cannot_go_on_from_is_told(tmp_path: Path):
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    weights = checkpoint(tmp_path / "weights", 5, optimizer_steps=None)
+    plain = checkpoint(tmp_path / "plain", 5, optimizer_steps=5, distributed_optimizer=False)
+    files = ["--hf-checkpoint", str(model_folder(tmp_path)), "--prompt-data", str(tmp_path / "train.jsonl")]
+    with pytest.raises(ArgumentsError, match=r"found weights without optimizer state; .* add --finetune"):
+        check_files(parse(*files, "--load", str(weights)))
+    check_files(parse(*files, "--load", str(plain)))
+    with pytest.raises(ArgumentsError, match=r"--use-distributed-optimizer is True, .* saved with False"):
+        check_files(parse(*files, "--load", str(plain), "--use-distributed-optimizer"))

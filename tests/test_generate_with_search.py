@@ -47,6 +47,10 @@ async def break_down(query: str, topk: int) -> list[dict[str, Any]]:
     raise SearchError("the index is gone", "backend")
 
 
+async def refuse(query: str, topk: int) -> list[dict[str, Any]]:
+    raise ValueError("at most 10 characters")
+
+
 async def return_nonsense(query: str, topk: int) -> Any:
     return 7
 
@@ -291,6 +295,16 @@ def test_a_partial_rollout_is_refused() -> None:
 def test_outside_of_a_rollout() -> None:
     with pytest.raises(LookupError, match="no rollout is under way"):
         asyncio.run(generate(make_args(), Sample(0, 0, "", TokenTrace([1])), {"max_new_tokens": 5}))
+
+
+def test_a_refused_query_is_an_invalid_action(tokenizer: PreTrainedTokenizerBase) -> None:
+    sample, _ = converse(tokenizer, [SEARCH, SEARCH, ANSWER], make_args("refuse"))
+    assert (sample.status, sample.stop_reason) == (SampleStatus.COMPLETED, StopReason.ANSWERED)
+    assert [segment.source for segment in sample.trace.segments] == ["model", "correction"] * 2 + ["model"]
+    assert (sample.rollout_metrics["searches"], sample.rollout_metrics["invalid_actions"]) == (0, 2)
+    assert "refused" in texts(sample, tokenizer)[1][1]
+    sample, _ = converse(tokenizer, [SEARCH] * 3, make_args("refuse"))
+    assert sample.stop_reason is StopReason.INVALID_ACTION_LIMIT
 
 
 # --- Configuration ---

@@ -12,15 +12,26 @@ from typing import Any, Literal
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
-Kind = Literal["qwen2", "qwen3"]
+Kind = Literal["qwen2", "qwen3", "qwen3_moe", "llama"]
+CLASSES: dict[Kind, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -74,8 +85,8 @@ def make_tiny_model(folder: Path | str, kind: Kind = "qwen2", *, seed: int = 0, 
     """Save a random float32 model and its tokenizer in `folder`, and return it.
 
     By default: vocabulary of 512 (more than the tokenizer has, as in real models), width 64, 2 layers, 4 heads in 2
-    groups, 2,048 positions, weights wide enough (0.2) that log-probabilities differ clearly. `config` overrides any
-    field of the Hugging Face configuration.
+    groups, 2,048 positions, 4 experts in a mixture, weights wide enough (0.2) that log-probabilities differ clearly.
+    `config` overrides any field of the Hugging Face configuration.
     """
     tokenizer = make_byte_bpe_tokenizer()
     fields: dict[str, Any] = {
@@ -92,14 +103,15 @@ def make_tiny_model(folder: Path | str, kind: Kind = "qwen2", *, seed: int = 0, 
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    if kind == "qwen3":
+    if kind.startswith("qwen3"):
         fields["head_dim"] = 32
+    if kind == "qwen3_moe":
+        fields |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
     fields.update(config)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: PreTrainedModel = (
-            Qwen2ForCausalLM(Qwen2Config(**fields)) if kind == "qwen2" else Qwen3ForCausalLM(Qwen3Config(**fields))
-        )
+        config_class, model_class = CLASSES[kind]
+        model = model_class(config_class(**fields))
         if kind == "qwen2":  # the biases of q, k and v start at zero: give them values, so that a lost one shows
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):

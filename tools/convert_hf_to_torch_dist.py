@@ -9,6 +9,7 @@ Model flags are not needed; those that are given are checked against the model's
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ class ConvertGroup(Group):
     hf_checkpoint: Path = Field(description="Folder of the Hugging Face model.")
     save: Path = Field(description="Folder for the torch_dist checkpoint; it must not hold one yet.")
     dtype: DType = Field("auto", description="Precision of the checkpoint; auto is that of config.json.")
+    check: bool = Field(True, description="Compare logits of both models afterwards, where memory allows.")
 
 
 class ConvertArgs(ModelArgs, ConvertGroup):
@@ -36,6 +38,7 @@ class ConvertArgs(ModelArgs, ConvertGroup):
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args_or_exit(argv, model=ConvertArgs)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the host's memory is larger, and a training may hold the GPUs
     # Megatron is imported late: --help and wrong flags should answer at once.
     from sleuth.megatron.convert import hf_to_torch_dist
 
@@ -48,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 args.hf_checkpoint,
                 args.save,
                 dtype=args.dtype,
+                check=args.check,
                 flags=args,
                 progress=lambda _, total: bar.update(task, advance=1, total=total),
             )

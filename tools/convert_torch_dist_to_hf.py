@@ -8,11 +8,12 @@ Config and tokenizer come from --hf-checkpoint, the model that training started 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, PositiveFloat
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,10 +30,13 @@ class ExportGroup(Group):
     hf_checkpoint: Path = Field(description="Folder of the Hugging Face model that training started from.")
     save: Path = Field(description="Folder for the Hugging Face model; it must be empty or absent.")
     dtype: DType = Field("auto", description="Precision of the weights; auto is that of config.json.")
+    max_shard_size: PositiveFloat = Field(5.0, description="Largest size of one file, in GB.")
+    check: bool = Field(True, description="Compare logits of both models afterwards, where memory allows.")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args_or_exit(argv, model=ExportGroup)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the host's memory is larger, and a training may hold the GPUs
     # Megatron is imported late: --help and wrong flags should answer at once.
     from sleuth.megatron.convert import torch_dist_to_hf
 
@@ -46,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 args.save,
                 iteration=args.iteration,
                 dtype=args.dtype,
+                check=args.check,
+                shard_bytes=int(args.max_shard_size * 10**9),
                 progress=lambda _, total: bar.update(task, advance=1, total=total),
             )
     except (ValueError, OSError) as error:

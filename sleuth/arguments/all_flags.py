@@ -66,6 +66,8 @@ class AllFlags(
     def total_gpus(self) -> int:
         """GPUs of the whole run: shared ones are counted once."""
         rollout = self.num_engines * self.rollout_num_gpus_per_engine
+        if self.debug_rollout_only:
+            return rollout
         return max(self.actor_world_size, rollout) if self.colocate else self.actor_world_size + rollout
 
     @property

@@ -11,8 +11,9 @@ from typing import Any
 
 from sleuth.arguments.args import Args
 from sleuth.arguments.parser import ArgumentsError
-from sleuth.checkpoints import TRACKER, find_checkpoint, holds_checkpoint
+from sleuth.checkpoints import TRACKER, find_checkpoint, holds_checkpoint, read_description, resuming_problem
 from sleuth.data_path import DataPath
+from sleuth.engine.launch import missing_engine
 from sleuth.paths import nearest_existing
 
 
@@ -38,8 +39,28 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a Hugging Face folder; ValueError says what to do if it is missing."""
     for problem in _model_problems(folder):
         raise ArgumentsError(problem)
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return parse_config(folder)
+
+
+def parse_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder, with or without a tokenizer; ValueError says what to do if it cannot be used."""
+    path = folder / "config.json"
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        config = json.loads(text)
+    except OSError as error:
+        raise ArgumentsError(f"expected a model's {path}, found none that can be read: {error.strerror}") from error
+    except ValueError as error:
+        found = f"not JSON: {error}" if path.stat().st_size else "an empty file"
+        raise ArgumentsError(f"{path}: expected a JSON object, found {found}; download it again") from error
+    if not isinstance(config, dict):
+        raise ArgumentsError(f"{path}: expected a JSON object, found {text.strip()[:40]!r}; download it again")
     return config
+
+
+def is_hf_folder(folder: Path) -> bool:
+    """Whether it is a Hugging Face model rather than torch_dist checkpoints."""
+    return (folder / "config.json").is_file() and not holds_checkpoint(folder)
 
 
 def _model_problems(folder: Path) -> Iterator[str]:
@@ -54,21 +75,25 @@ def _model_problems(folder: Path) -> Iterator[str]:
 
 
 def _checkpoint_problems(args: Args) -> Iterator[str]:
-    if args.ref_load is not None and not holds_checkpoint(args.ref_load):
+    if args.ref_load is not None and not (holds_checkpoint(args.ref_load) or is_hf_folder(args.ref_load)):
         yield (
-            f"--ref-load: expected a torch_dist checkpoint ({TRACKER}), found none at {args.ref_load}; make it with "
+            f"--ref-load: expected a Hugging Face folder (config.json) or a torch_dist checkpoint ({TRACKER}), found "
+            f"none at {args.ref_load}; pass {args.hf_checkpoint} itself, or make a checkpoint with "
             f"`python tools/convert_hf_to_torch_dist.py --hf-checkpoint {args.hf_checkpoint} --save {args.ref_load}`"
         )
-    resumes_own = args.load is not None and args.load == args.save
+    resumes_own = args.load is not None and args.load == args.save and not args.finetune
     if args.load is not None and not resumes_own and not holds_checkpoint(args.load):
         yield f"--load: expected a checkpoint ({TRACKER}), found none at {args.load}; correct the path or drop --load"
     for what, folder in (("--ref-load", args.ref_load), ("--load", args.load)):
         if folder is not None:
             yield from _tracker_problems(what, folder)
-    if args.save is not None and args.load is None and (args.save / TRACKER).is_file():
+    yield from _resuming_problems(args)
+    new_run = args.load is None or args.finetune
+    if args.save is not None and new_run and (args.save / TRACKER).is_file():
         yield (
             f"--save: expected a folder without checkpoints for a new run, found some in {args.save}, which it would "
-            f"replace; --load {args.save} goes on from them, or save elsewhere"
+            f"replace; --load {args.save} {'without --finetune ' if args.finetune else ''}goes on from them, or save "
+            "elsewhere"
         )
 
 
@@ -78,6 +103,20 @@ def _tracker_problems(what: str, folder: Path) -> Iterator[str]:
         find_checkpoint(folder)
     except ValueError as error:
         yield f"{what}: {error}"
+
+
+def _resuming_problems(args: Args) -> Iterator[str]:
+    """A checkpoint that is there, but that training cannot go on from."""
+    if args.load is None or args.finetune:
+        return
+    try:
+        found = find_checkpoint(args.load)
+    except ValueError:
+        return  # told already
+    if found is None or not read_description(found):
+        return  # of something else's making: the trainer will see
+    if problem := resuming_problem(found, distributed=args.use_distributed_optimizer):
+        yield problem
 
 
 def _data_problems(args: Args) -> Iterator[str]:
@@ -90,6 +129,8 @@ def _data_problems(args: Args) -> Iterator[str]:
 
 
 def _package_problems(args: Args) -> Iterator[str]:
+    if fault := missing_engine():
+        yield fault
     if args.use_wandb and importlib.util.find_spec("wandb") is None:
         yield "--use-wandb: expected the package wandb, found none; `pip install wandb`, or drop the flag"
 

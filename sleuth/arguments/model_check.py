@@ -9,10 +9,9 @@ from typing import Any, Protocol, TypeVar
 from sleuth.arguments.args import Args
 from sleuth.arguments.checks import divisibility_problems, expert_problems, flag
 from sleuth.arguments.files_check import read_config
+from sleuth.arguments.hf_config import complete_config, rotary_base
 from sleuth.arguments.parser import ArgumentsError
 from sleuth.arguments.train_flags import ModelArgs
-
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 ArgsT = TypeVar("ArgsT", bound=Args)
 
@@ -24,83 +23,53 @@ class Tokenizer(Protocol):
 def model_flags(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """The values of `ModelArgs` that a Hugging Face config.json stands for.
 
-    Raises ValueError for an architecture that the trainer does not know.
+    Raises ValueError for a model that the trainer does not know, or does not compute.
     """
-    kind = hf_config.get("model_type")
-    if kind not in SUPPORTED_MODEL_TYPES:
-        raise ArgumentsError(
-            f"--hf-checkpoint: expected a model of type {' or '.join(SUPPORTED_MODEL_TYPES)}, found {kind!r} in its "
-            "config.json; choose another model"
-        )
-    if hf_config.get("hidden_act", "silu") != "silu":
-        raise ArgumentsError(f"--hf-checkpoint: expected hidden_act silu, found {hf_config['hidden_act']!r}")
-    for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if hf_config.get(name):
-            raise ArgumentsError(f"--hf-checkpoint: expected {name} false in config.json, found true: not supported")
-    heads = hf_config["num_attention_heads"]
-    groups = hf_config.get("num_key_value_heads") or heads
+    config = complete_config(hf_config)
+    kind, heads = config["model_type"], config["num_attention_heads"]
+    groups = config.get("num_key_value_heads") or heads
     return {
         "swiglu": True,
-        "num_layers": hf_config["num_hidden_layers"],
-        "hidden_size": hf_config["hidden_size"],
-        "ffn_hidden_size": hf_config["intermediate_size"],
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
         "num_attention_heads": heads,
         "group_query_attention": groups < heads,
         "num_query_groups": groups,
-        "kv_channels": hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
+        "kv_channels": config.get("head_dim") or config["hidden_size"] // heads,
         "qk_layernorm": kind in ("qwen3", "qwen3_moe"),
         "add_qkv_bias": kind == "qwen2",
         "disable_bias_linear": True,
         "normalization": "RMSNorm",
-        "norm_epsilon": hf_config["rms_norm_eps"],
+        "norm_epsilon": config["rms_norm_eps"],
         "use_rotary_position_embeddings": True,
-        "rotary_base": _rotary_base(hf_config),
-        "vocab_size": hf_config["vocab_size"],
-        "untie_embeddings_and_output_weights": not hf_config.get("tie_word_embeddings", False),
-        **_expert_flags(hf_config),
+        "rotary_base": rotary_base(config),
+        "vocab_size": config["vocab_size"],
+        "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
+        **_expert_flags(config),
     }
 
 
-def _expert_flags(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def _expert_flags(config: Mapping[str, Any]) -> dict[str, Any]:
     """The flags of a mixture of experts, None in a dense model."""
-    if hf_config["model_type"] != "qwen3_moe":
+    if config["model_type"] != "qwen3_moe":
         return dict.fromkeys(("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax"))
-    if hf_config.get("mlp_only_layers") or hf_config.get("decoder_sparse_step", 1) != 1:
-        raise ArgumentsError(
-            "--hf-checkpoint: expected experts in every layer, found layers without (mlp_only_layers or "
-            "decoder_sparse_step in config.json): not supported"
-        )
-    # Transformers 5 writes num_local_experts, older versions num_experts.
-    experts = hf_config.get("num_local_experts") or hf_config.get("num_experts")
-    if experts is None:
-        raise ArgumentsError("--hf-checkpoint: expected num_local_experts or num_experts in config.json, found neither")
     return {
-        "num_experts": experts,
-        "moe_router_topk": hf_config["num_experts_per_tok"],
-        "moe_ffn_hidden_size": hf_config["moe_intermediate_size"],
-        "moe_router_pre_softmax": not hf_config.get("norm_topk_prob", False),
+        "num_experts": config["num_local_experts"],  # num_experts, too, is read into this name
+        "moe_router_topk": config["num_experts_per_tok"],
+        "moe_ffn_hidden_size": config["moe_intermediate_size"],
+        "moe_router_pre_softmax": not config["norm_topk_prob"],
     }
-
-
-def _rotary_base(hf_config: Mapping[str, Any]) -> float:
-    """`rope_theta`, which newer configs keep under `rope_parameters`. Scaled variants are refused."""
-    parameters = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise ArgumentsError(
-            f"--hf-checkpoint: expected plain rotary embeddings, found rope type {kind!r} in config.json"
-        )
-    return float(parameters.get("rope_theta") or hf_config.get("rope_theta") or 10000.0)
 
 
 def check_model(args: ArgsT, hf_config: Mapping[str, Any]) -> ArgsT:
     """`args` with every model flag, and the context's limit, filled in from the model's config.json.
 
-    Raises ValueError naming flag and both values where they contradict, or where the parallel layout
-    does not fit the model.
+    Raises ValueError naming flag and both values where they contradict, or where the parallel layout does not fit the
+    model.
     """
-    source = f"the config.json of {args.hf_checkpoint}"
-    return fit_to_model(args, model_flags(hf_config), hf_config.get("max_position_embeddings"), source)
+    longest = complete_config(hf_config)["max_position_embeddings"]
+    return fit_to_model(args, model_flags(hf_config), longest, f"the config.json of {args.hf_checkpoint}")
 
 
 def fit_to_model(args: ArgsT, shape: Mapping[str, Any], longest: int | None, source: str) -> ArgsT:

@@ -68,15 +68,25 @@ class CheckpointArgs(Group):
     )
     ref_load: Path | None = Field(
         None,
-        description="torch_dist checkpoint of the frozen reference; also where the actor starts unless --load has one.",
+        description="Frozen reference, and where the actor starts unless --load has a checkpoint: a Hugging Face "
+        "folder of the same shape, or a torch_dist checkpoint.",
     )
     load: Path | None = Field(
         None,
         description="torch_dist checkpoint to resume from; the folder of --save may still be empty.",
     )
+    finetune: bool = Field(
+        False,
+        description="Take only the weights of --load: a new run, from step 1 and the data's first row, with a new "
+        "optimizer.",
+    )
     save: Path | None = Field(None, description="Folder for checkpoints; without it nothing is saved.")
     save_interval: PositiveInt = Field(20, description="Steps between checkpoints; the last step is always saved.")
     save_keep: NonNegativeInt = Field(0, description="How many of the latest checkpoints to keep; 0 keeps all.")
+    save_on_exit: bool = Field(
+        True,
+        description="On ctrl-C or SIGTERM save the last whole step first, within 60 s, where --save is given.",
+    )
     run_dir: Path = Field(
         default_factory=_start_time_folder,
         description="Folder for logs, metrics and trajectories of this run [runs/<UTC start time>].",
@@ -166,6 +176,11 @@ class RolloutArgs(Group):
     )
     max_failure_rate: Fraction = Field(
         0.2, description="The run stops when more than this share of a step's samples failed or were aborted."
+    )
+    debug_rollout_only: bool = Field(
+        False,
+        description="Generate and score --num-rollout steps with the weights of --hf-checkpoint, write trajectories "
+        "and metrics, and end: no trainer, no GPUs for one, no evaluation.",
     )
 
 

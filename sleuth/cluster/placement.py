@@ -101,9 +101,10 @@ def place(args: Args) -> Placement:
     Raises RuntimeError when the cluster does not have them, or not on one node; ValueError where Ray grants GPUs that
     its processes cannot use, or not in this way.
     """
-    trainer, count = args.actor_world_size, args.total_gpus
+    trainer, count = 0 if args.debug_rollout_only else args.actor_world_size, args.total_gpus
     engines = args.num_engines * args.rollout_num_gpus_per_engine
-    group = _reserve(args, count, on_gpu := cluster_has_gpus())
+    on_gpu = cluster_has_gpus()
+    group = _reserve(count, on_gpu, f"{trainer} for the trainer, {engines} for the engines, colocate={args.colocate}")
     try:
         devices = _devices(group, count, on_gpu)
         first_engine = 0 if args.colocate else trainer
@@ -115,18 +116,16 @@ def place(args: Args) -> Placement:
     return placement
 
 
-def _reserve(args: Args, count: int, on_gpu: bool) -> PlacementGroup:
+def _reserve(count: int, on_gpu: bool, wanted: str) -> PlacementGroup:
     bundle: dict[str, float] = {"CPU": 1, "GPU": 1} if on_gpu else {"CPU": 1}
     group = placement_group([bundle] * count, strategy="PACK")
     try:
         ray.get(group.ready(), timeout=PLACEMENT_TIMEOUT_SECONDS)
     except ray.exceptions.GetTimeoutError:
         remove_placement_group(group)
-        engines = args.num_engines * args.rollout_num_gpus_per_engine
         raise RuntimeError(
             f"expected {count} free {'GPUs' if on_gpu else 'CPU slots'} within {PLACEMENT_TIMEOUT_SECONDS:.0f} s "
-            f"({args.actor_world_size} for the trainer, {engines} for the engines, colocate={args.colocate}); "
-            f"the cluster has {ray.available_resources()}. Lower --actor-num-gpus-per-node or --rollout-num-gpus, "
+            f"({wanted}); the cluster has {ray.available_resources()}. Lower --actor-num-gpus-per-node or --rollout-num-gpus, "
             "or add nodes"
         ) from None
     return group

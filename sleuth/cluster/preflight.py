@@ -42,9 +42,9 @@ def preflight(args: ArgsT, *, planning: bool = False, warn: Callable[[str], None
         warn(missing)
     else:
         check_data(args)
-        warning = check_disk(args)
-        if warning:
-            warn(warning)
+        for warning in (*unwinnable_rows(args, modules), check_disk(args)):
+            if warning:
+                warn(warning)
     if not planning:
         from sleuth.cluster.ray_environment import check_ray  # imports Ray, which a plan does without
 
@@ -139,6 +139,19 @@ def check_data(args: Args) -> None:
     check_rows(args.prompt_data, args, tokenizer)
     for path in args.eval_sets.values():
         check_rows(path, args, tokenizer, evaluation=True)
+
+
+def unwinnable_rows(args: Args, modules: Sequence[ModuleType]) -> list[str]:
+    """What hook modules that have a function `check_label(label) -> bool` say of the data's labels.
+
+    Raises ValueError, with file and row, for a label that one of them cannot read.
+    """
+    from sleuth.data import check_labels
+
+    checks = [module.check_label for module in modules if callable(getattr(module, "check_label", None))]
+    paths = [(args.prompt_data, False), *((path, True) for path in args.eval_sets.values())]
+    found = [check_labels(path, args, check, evaluation=held_out) for check in checks for path, held_out in paths]
+    return [sentence for sentence in found if sentence]
 
 
 def check_disk(args: Args) -> str | None:

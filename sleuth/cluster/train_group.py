@@ -74,7 +74,9 @@ class TrainActor:
         tensors = {name: tensor.cpu().contiguous() for name, tensor in weights}
         dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         folder = self.run_dir / "weights"
-        write_hf_folder(tensors, Path(self.args.hf_checkpoint), folder, dtype, replace=True)
+        needed = sum(tensor.nbytes for tensor in tensors.values())
+        source = Path(self.args.hf_checkpoint)
+        write_hf_folder(tensors.items(), source, folder, dtype, replace=True, needed_bytes=needed)
         load_weights_from_disk(engine_urls, folder, version)
 
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -78,6 +78,32 @@ def check_rows(path: str, args: Args, tokenizer: PreTrainedTokenizerBase, *, eva
     keys = Keys.of(args, evaluation)
     records = _read(path, keys, limit=None if args.data_source_filter else CHECKED_ROWS)
     deque(islice(_iter_rows(records, keys, args, tokenizer), CHECKED_ROWS), maxlen=0)
+
+
+def check_labels(path: str, args: Args, can_win: Callable[[Any], bool], *, evaluation: bool = False) -> str | None:
+    """Look at every label by a reward's own eyes; returns a sentence about rows that no answer can win, if there are.
+
+    `can_win(label)`: whether some answer earns the reward; ValueError for a label it cannot read, which is raised anew
+    with file, row and column.
+    """
+    keys = Keys.of(args, evaluation)
+    records = read_records(path, {keys.label, "data_source"})
+    records.require(keys.label, keys.label_flag)
+    lost, selected = [], _selected(records, args.data_source_filter)
+    for index, record in selected:
+        try:
+            if not can_win(record.get(keys.label)):
+                lost.append(index)
+        except ValueError as error:
+            where = f"row {index} of {records.path}, column {keys.label!r} ({keys.label_flag})"
+            raise ValueError(f"{where}: {error}") from None
+    if not lost:
+        return None
+    named = ", ".join(map(str, lost[:NAMED_ROWS])) + (" and others" if len(lost) > NAMED_ROWS else "")
+    return (
+        f"{path}: {len(lost)} of {len(selected)} rows have no accepted answer in the column {keys.label!r}, so that "
+        f"none can be right there (rows {named}); leave them out, or name another column with {keys.label_flag}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

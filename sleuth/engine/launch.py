@@ -10,6 +10,7 @@ the *thread* that started the process ends, which in a thread pool is long befor
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import threading
@@ -19,6 +20,16 @@ from pathlib import Path
 from sleuth.engine.process_group import kill_group
 
 POLL_SECONDS = 0.5
+
+
+def missing_engine() -> str | None:
+    """What to do where SGLang is not installed; None where it is."""
+    if importlib.util.find_spec("sglang") is not None:
+        return None
+    return (
+        "the engine: expected the package sglang, found none; on a CPU run `bash scripts/setup_cpu.sh`, for GPUs "
+        "`pip install -e '.[gpu-engine]'`"
+    )
 
 
 def watch_owner(owner_pid: int, folder: Path) -> None:
@@ -32,6 +43,8 @@ def main(argv: list[str]) -> None:
     owner_pid, folder, server_argv = int(argv[0]), Path(argv[1]), argv[2:]
     assert os.getpgrp() == os.getpid(), "must lead a process group of its own: it kills the group"
     threading.Thread(target=watch_owner, args=(owner_pid, folder), daemon=True).start()
+    if fault := missing_engine():
+        sys.exit(fault)
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins

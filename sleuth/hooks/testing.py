@@ -41,7 +41,8 @@ class ScriptedEngine:
         turn = self._turns[number]
         if isinstance(turn, Generation):
             return turn
-        ids, text = self._generate(turn, sampling_params.get("stop") or ())
+        stop = sampling_params.get("stop") or ()
+        ids, text = self._generate(turn, [stop] if isinstance(stop, str) else stop)
         limit = sampling_params["max_new_tokens"]
         if len(ids) >= limit:  # SGLang looks at the limit before the stop strings
             ids = ids[:limit]
@@ -61,6 +62,11 @@ class ScriptedEngine:
 
 def _log_probs(count: int) -> list[float]:
     return [-0.01 * (position + 1) for position in range(count)]
+
+
+async def no_reward(args: Any, sample: Sample, **kwargs: Any) -> float:
+    """A reward hook for those who try a generate hook alone: 0 for everything."""
+    return 0.0
 
 
 def converse(

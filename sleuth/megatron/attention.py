@@ -10,6 +10,7 @@ causal work is equal on all ranks; keys and values are gathered, queries stay.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from sleuth.algo.context_parallel import zigzag_inverse
+from sleuth.arguments.hf_config import Llama3Scaling
 
 
 @dataclass
@@ -33,13 +35,29 @@ class PackedRow(PackedSeqParams):
     rotary: tuple[Tensor, Tensor] | None = None
 
 
-def rotary_angles(positions: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [t, 1, width / 2] of rotary position embeddings (Su et al. 2021, arXiv 2104.09864) at [t] positions.
+def rotary_frequencies(
+    width: int, base: float, scaling: Llama3Scaling | None = None, device: torch.device | None = None
+) -> Tensor:
+    """Radians a position [width / 2] of rotary position embeddings (Su et al. 2021, arXiv 2104.09864), float32.
+
+    With `scaling`, as in Llama 3.1: waves that are longer than the model saw in training are stretched by its factor,
+    short ones stay, those between are blended.
+    """
+    plain = 1.0 / base ** (torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
+    if scaling is None:
+        return plain
+    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)  # within the context of training
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain * kept + plain / scaling.factor * (1 - kept)
+
+
+def rotary_angles(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [t, 1, width / 2] of the rotation at [t] positions.
 
     They are computed once a forward pass: megatron's own rotation does so in every layer, for queries and for keys.
     """
-    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width
-    angles = (positions[:, None] * base**-exponents)[:, None]
+    angles = (positions[:, None] * frequencies)[:, None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

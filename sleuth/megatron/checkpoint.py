@@ -22,6 +22,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -33,19 +34,25 @@ from sleuth.paths import follow_umask
 
 logger = logging.getLogger(__name__)
 
-_DESCRIPTION, _ROLLOUT_STATE = "sleuth.json", "rollout_state.json"
+_ROLLOUT_STATE, _EXTRA_STATE = "rollout_state.json", "._extra_state"
 _FORMAT = 1
 
 
-def load_weights(chunks: Sequence[PolicyModel], folder: Path, iteration: int | None = None) -> Path:
-    """Load only the weights; returns the checkpoint's folder. ValueError if there is none or it does not fit."""
+def existing_checkpoint(folder: Path, iteration: int | None = None) -> Path:
+    """As `checkpoints.find_checkpoint`, but ValueError says what to do where there is none."""
     found = checkpoints.find_checkpoint(folder, iteration)
     if found is None:
         raise ValueError(
             f"expected a torch_dist checkpoint in {folder}, found no {checkpoints.TRACKER}; "
             "tools/convert_hf_to_torch_dist.py makes one from a Hugging Face model"
         )
-    state = _model_state(chunks, _sharding_metadata())
+    return found
+
+
+def load_weights(chunks: Sequence[PolicyModel], folder: Path, iteration: int | None = None) -> Path:
+    """Load only the weights; returns the checkpoint's folder. ValueError if there is none or it does not fit."""
+    found = existing_checkpoint(folder, iteration)
+    state = _without_extra_state(_model_state(chunks, _sharding_metadata()))
     _load_into(state, found, state)
     _load_chunks(chunks, state)
     return found
@@ -58,14 +65,32 @@ def _model_state(chunks: Sequence[PolicyModel], metadata: dict[str, Any]) -> dic
 
 def _load_chunks(chunks: Sequence[PolicyModel], state: dict[str, Any]) -> None:
     for index, chunk in enumerate(chunks):
-        chunk.load_state_dict(state[f"model{index}"], strict=True)
+        missing, unexpected = chunk.load_state_dict(state[f"model{index}"], strict=False)
+        wrong = [name for name in missing if not name.endswith(_EXTRA_STATE)] + unexpected
+        assert not wrong, f"the checkpoint was read for another model: {wrong}"
+
+
+def _without_extra_state(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Without what TransformerEngine's modules keep for fp8 training: not every checkpoint has such a thing."""
+    return {
+        chunk: {name: value for name, value in parts.items() if not name.endswith(_EXTRA_STATE)}
+        for chunk, parts in state.items()
+    }
 
 
 class Checkpoints:
-    """Saves and loads model and optimizer together; `optimizer` None saves weights alone."""
+    """Saves and loads model and optimizer together; `optimizer` None saves weights alone.
 
-    def __init__(self, chunks: Sequence[PolicyModel], optimizer: PolicyOptimizer | None) -> None:
-        self.chunks, self.optimizer = chunks, optimizer
+    `strategy` writes the tensors [megatron's own].
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[PolicyModel],
+        optimizer: PolicyOptimizer | None,
+        strategy: SaveShardedStrategy | None = None,
+    ) -> None:
+        self.chunks, self.optimizer, self.strategy = chunks, optimizer, strategy
 
     @property
     def _distributed(self) -> bool:
@@ -96,9 +121,11 @@ class Checkpoints:
         found = checkpoints.find_checkpoint(folder)
         if found is None:
             return None
-        description = self._check(found)
+        if problem := checkpoints.resuming_problem(found, distributed=self._distributed):
+            raise ValueError(problem)
+        description = checkpoints.read_description(found)
         metadata = _sharding_metadata()
-        model_state = _model_state(self.chunks, metadata)
+        model_state = _without_extra_state(_model_state(self.chunks, metadata))
         optimizer_state = self.optimizer.sharded_state_dict(model_state, loading=True, metadata=metadata)
         state = model_state | {"optimizer": optimizer_state}
         _load_into(state, found, model_state)
@@ -106,22 +133,6 @@ class Checkpoints:
         self.optimizer.load_state_dict(state["optimizer"], description["optimizer_steps"])
         _restore_random_state(found, description)
         return description["step"], json.loads((found / _ROLLOUT_STATE).read_text())
-
-    def _check(self, found: Path) -> dict[str, Any]:
-        """The checkpoint's description. ValueError if training cannot be resumed from it as configured."""
-        path = found / _DESCRIPTION
-        description = json.loads(path.read_text()) if path.is_file() else {"optimizer_steps": None}
-        if description["optimizer_steps"] is None:
-            raise ValueError(
-                f"expected a training checkpoint in --load {found}, found weights without optimizer state; "
-                "pass it as --ref-load to start a new run from it"
-            )
-        if description["distributed_optimizer"] != self._distributed:
-            raise ValueError(
-                f"--use-distributed-optimizer is {self._distributed}, but the checkpoint in {found} was saved with "
-                f"{not self._distributed}; give the flag as it was then"
-            )
-        return description
 
     def _write(self, unfinished: Path, step: int, rollout_state: dict[str, Any]) -> None:
         metadata = _sharding_metadata()
@@ -132,7 +143,7 @@ class Checkpoints:
         _write_in_this_process()
         error: Exception | None = None
         try:
-            dist_checkpointing.save(state, str(unfinished))
+            dist_checkpointing.save(state, str(unfinished), self.strategy)
             torch.save(_random_state(), unfinished / f"rng_{dist.get_rank():05d}.pt")
         except (Exception, CheckpointException) as problem:  # the latter is no Exception
             error = _write_error(problem, unfinished.parent)
@@ -228,7 +239,7 @@ def _load_into(state: dict[str, Any], found: Path, model_state: dict[str, dict[s
         _check_shapes(chunk, found)
     try:
         state.update(dist_checkpointing.load(state, str(found)))
-    except (CheckpointingException, KeyError, RuntimeError) as error:
+    except (CheckpointingException, CheckpointException, KeyError, RuntimeError) as error:
         raise ValueError(f"the checkpoint in {found} does not fit this model or configuration: {error}") from error
 
 
@@ -277,6 +288,6 @@ def _restore_random_state(found: Path, description: dict[str, Any]) -> None:
 
 
 def _finish(unfinished: Path, description: dict[str, Any], rollout_state: dict[str, Any]) -> None:
-    (unfinished / _DESCRIPTION).write_text(json.dumps(description, indent=1))
+    (unfinished / checkpoints.DESCRIPTION).write_text(json.dumps(description, indent=1))
     (unfinished / _ROLLOUT_STATE).write_text(json.dumps(rollout_state))
     follow_umask(unfinished)

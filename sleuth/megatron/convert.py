@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +21,20 @@ from torch import Tensor
 
 from sleuth.arguments import ModelArgs, check_model_flags, read_config
 from sleuth.checkpoints import TRACKER
-from sleuth.megatron import parallel
-from sleuth.megatron.checkpoint import Checkpoints, load_weights
+from sleuth.megatron import parallel, probe
+from sleuth.megatron.checkpoint import Checkpoints, existing_checkpoint
+from sleuth.megatron.hf_files import INDEX_FILE, SINGLE_FILE
 from sleuth.megatron.model import ModelShape, PolicyModel, build_model, plain_config, resolve_dtype
-from sleuth.megatron.weights import HfWeights, WeightMap
+from sleuth.megatron.streaming import StreamedLoad, StreamedSave
+from sleuth.megatron.weights import WeightMap, checked_weights, hf_names
 from sleuth.paths import follow_umask
+
+logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9
 """Largest size of one safetensors file."""
 
+_M_MMAP_THRESHOLD = -3  # malloc.h
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 Progress = Callable[[str, int], None]
@@ -39,31 +47,41 @@ def hf_to_torch_dist(
     *,
     dtype: str = "auto",
     flags: ModelArgs | None = None,
+    check: bool = True,
     progress: Progress = lambda name, total: None,
 ) -> Path:
     """Write the weights of a Hugging Face folder as a torch_dist checkpoint under `save`; returns its folder.
 
-    `dtype` auto keeps that of config.json. Raises ValueError if the source is not a model, contradicts `flags`
-    or its own weights, or `save` holds a checkpoint already; OSError if the disk is too small.
+    `dtype` auto keeps that of config.json. With `check` both must compute the same, where memory allows to see that.
+    Raises ValueError if the source is not a model, contradicts `flags` or its own weights, or `save` holds a
+    checkpoint already; OSError if the disk is too small.
     """
     config = read_config(hf_checkpoint)
     if flags is not None:
         check_model_flags(flags, hf_checkpoint)
     if (save / TRACKER).exists():
         raise ValueError(f"--save {save} holds a checkpoint already; remove it or choose another folder")
-    source = HfWeights(hf_checkpoint)
+    shape = ModelShape.from_hf(hf_checkpoint)
+    source = checked_weights(hf_checkpoint, shape)
     dtype = stored_dtype(config) if dtype == "auto" else dtype
 
     def read(name: str) -> Tensor:
-        tensor = source.read(name)
-        progress(name, len(source.names))
-        return tensor
+        progress(name, len(hf_names(shape)))
+        return source.read(name)
 
-    shape = ModelShape.from_hf(hf_checkpoint)
-    with parallel.alone():
-        model = _build(shape, dtype)
-        WeightMap(model, shape).load(read)
-        return Checkpoints(model, None).save(save, 0, {})
+    with _alone():
+        model = _described(shape, dtype)
+        weights = WeightMap(model, shape)
+        weights.check(source.describe)
+        found = Checkpoints(model, None, StreamedSave(model, weights.values(read))).save(save, 0, {})
+        try:
+            if check:
+                _check_equal(model, hf_checkpoint, found)
+        except BaseException:
+            (save / TRACKER).unlink()
+            shutil.rmtree(found)
+            raise
+    return found
 
 
 def torch_dist_to_hf(
@@ -73,53 +91,86 @@ def torch_dist_to_hf(
     *,
     iteration: int | None = None,
     dtype: str = "auto",
+    check: bool = True,
+    shard_bytes: int = SHARD_BYTES,
     progress: Progress = lambda name, total: None,
 ) -> Path:
     """Write a torch_dist checkpoint as a Hugging Face folder; config and tokenizer come from `hf_checkpoint`.
 
-    `iteration` [the newest] is the step; `dtype` auto keeps that of config.json. Returns the checkpoint read. Raises
-    ValueError if it is not there or does not fit config.json, or `save` is not empty; OSError if the disk is too small.
+    `iteration` [the newest] is the step; `dtype` auto keeps that of config.json; no file is larger than `shard_bytes`,
+    but for a tensor that is. With `check` both must compute the same, where memory allows to see that. Returns the
+    checkpoint read. Raises ValueError if it is not there or does not fit config.json, or `save` is not empty; OSError
+    if the disk is too small.
     """
     config = read_config(hf_checkpoint)
     if save.exists() and any(save.iterdir()):
         raise ValueError(f"--save {save} is not empty; remove it or choose another folder")
     dtype = stored_dtype(config) if dtype == "auto" else dtype
     shape = ModelShape.from_hf(hf_checkpoint)
-    with parallel.alone():
-        model = _build(shape, dtype)
-        found = load_weights(model, load, iteration)
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in WeightMap(model, shape).tensors()}
-    write_hf_folder(tensors, hf_checkpoint, save, dtype, progress)
+    with _alone():
+        found = existing_checkpoint(load, iteration)
+        model = _described(shape, dtype)
+        tensors = WeightMap(model, shape).stage_tensors(StreamedLoad(model, found))
+        write_hf_folder(
+            tensors,
+            hf_checkpoint,
+            save,
+            dtype,
+            lambda name: progress(name, len(hf_names(shape))),
+            needed_bytes=sum(parameter.nbytes for chunk in model for parameter in chunk.parameters()),
+            shard_bytes=shard_bytes,
+            verify=lambda folder: _check_equal(model, folder, found) if check else None,
+        )
     return found
 
 
 def write_hf_folder(
-    tensors: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
     hf_checkpoint: Path,
     save: Path,
     dtype: str,
-    progress: Progress = lambda name, total: None,
+    progress: Callable[[str], None] = lambda name: None,
     *,
     replace: bool = False,
+    needed_bytes: int = 0,
+    shard_bytes: int = SHARD_BYTES,
+    verify: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write tensors of `dtype` as a Hugging Face folder, with config and tokenizer of `hf_checkpoint`.
 
-    It is there whole or not at all; only with `replace` may `save` hold something, which goes. OSError if it does, or
-    if the disk is too small.
+    It is there whole or not at all, and only if `verify`, called with the folder before it takes its place, raises
+    nothing; at most `shard_bytes` of tensors are held at once. Only with `replace` may `save` hold something, which
+    goes. OSError if it does, or if the disk is too small.
     """
     unfinished = save.with_name(f".unfinished-{save.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        _check_space(unfinished, sum(tensor.nbytes for tensor in tensors.values()))
+        _check_space(unfinished, needed_bytes)
         _copy_model_files(hf_checkpoint, unfinished, dtype)
-        _write_safetensors(tensors, unfinished, progress)
+        _write_safetensors(tensors, unfinished, shard_bytes, progress)
         follow_umask(unfinished)
-        if save.exists():
-            shutil.rmtree(save) if replace else save.rmdir()
-        unfinished.rename(save)
+        verify(unfinished)
+        _put_in_place(unfinished, save, replace)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _put_in_place(unfinished: Path, save: Path, replace: bool) -> None:
+    """Rename, so that a kill leaves the old folder, the new one, or none; never a part of one."""
+    replaced = save.with_name(f".replaced-{save.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if save.exists() and not replace:
+        save.rmdir()
+    elif save.exists():
+        save.rename(replaced)
+    try:
+        unfinished.rename(save)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(save)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:
@@ -130,8 +181,39 @@ def stored_dtype(config: Mapping[str, Any]) -> str:
     return str(name)
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    """A process group of this process alone; memory of tensors that go is given back at once."""
+    _return_freed_memory()
+    with parallel.alone():
+        yield
+
+
+def _return_freed_memory() -> None:
+    """Make glibc give tensors' memory back when they go; by default it keeps blocks of up to 32 MB, in pieces."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+
+
 def _build(shape: ModelShape, dtype: str) -> list[PolicyModel]:
     return build_model(shape, plain_config(shape, resolve_dtype(dtype)))
+
+
+def _described(shape: ModelShape, dtype: str) -> list[PolicyModel]:
+    """The model on the meta device. Before it moves there, its memory is reserved, but never touched."""
+    return [chunk.to("meta") for chunk in _build(shape, dtype)]
+
+
+def _check_equal(model: list[PolicyModel], hf_folder: Path, found: Path) -> None:
+    """ValueError if transformers with the folder and the trainer with the checkpoint compute different logits."""
+    (chunk,) = model
+    size = sum(parameter.numel() for parameter in chunk.parameters())
+    if not probe.fits_in_memory(size):
+        logger.warning("not checked: %.1f billion parameters in float32 do not fit into this memory", size / 1e9)
+        return
+    expected = probe.hf_logits(hf_folder, chunk.config.params_dtype)
+    probe.compare(probe.checkpoint_logits(_build(chunk.shape, "float32"), found), expected)
 
 
 def _copy_model_files(source: Path, target: Path, dtype: str) -> None:
@@ -144,30 +226,45 @@ def _copy_model_files(source: Path, target: Path, dtype: str) -> None:
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_safetensors(tensors: Mapping[str, Tensor], folder: Path, progress: Progress) -> None:
-    """One file, or several with the index that transformers reads."""
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    names = (
-        ["model.safetensors"]
-        if len(shards) == 1
-        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    )
-    for file, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / file, metadata={"format": "pt"})
+def _write_safetensors(
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int, progress: Callable[[str], None]
+) -> None:
+    """One file, or several with the index that transformers reads; how many is known when the last is written."""
+    shards: list[list[str]] = []
+    total = 0
+    for shard in _shards(tensors, shard_bytes):
+        path = folder / f"shard-{len(shards)}"
+        save_file(shard, path, metadata={"format": "pt"})
+        path.chmod((folder / "config.json").stat().st_mode)  # save_file keeps it to the owner, whatever the umask
+        shards.append(list(shard))
+        total += sum(tensor.nbytes for tensor in shard.values())
         for name in shard:
-            progress(name, len(tensors))
-    if len(shards) > 1:
-        places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+            progress(name)
+    if len(shards) == 1:
+        (folder / "shard-0").rename(folder / SINGLE_FILE)
+        return
+    places: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"shard-{number}").rename(folder / file)
+        places |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=1))
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """At most `shard_bytes` of tensors at a time, or one that is larger."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        tensor = tensor.cpu().contiguous()
+        # A view would keep the larger tensor that it shows a part of, and is refused by save_file.
+        shard[name] = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+        size += tensor.nbytes
+    yield shard
 
 
 def _check_space(folder: Path, needed: int) -> None:

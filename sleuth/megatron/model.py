@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-import json
 import logging
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,8 +41,10 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor
 
 from sleuth.arguments import model_flags
+from sleuth.arguments.files_check import parse_config
+from sleuth.arguments.hf_config import Llama3Scaling, complete_config, rotary_scaling
 from sleuth.megatron import device
-from sleuth.megatron.attention import PackedAttention, PackedRow, rotary_angles
+from sleuth.megatron.attention import PackedAttention, PackedRow, rotary_angles, rotary_frequencies
 from sleuth.megatron.logprobs import HeadOptions, token_statistics
 from sleuth.megatron.parallel import Layout
 
@@ -90,17 +91,22 @@ class ModelShape:
     moe_router_topk: int | None = None
     moe_ffn_hidden_size: int | None = None
     moe_router_pre_softmax: bool | None = None
+    rotary_scaling: Llama3Scaling | None = None
 
     @classmethod
     def from_hf(cls, folder: Path) -> ModelShape:
-        """Read the config.json of a Hugging Face model; ValueError for architectures that are not supported."""
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        flags = model_flags(config)
+        """Read the config.json of a Hugging Face model; ValueError for models that the trainer does not compute."""
+        config = complete_config(parse_config(folder))
         names = {field.name for field in dataclasses.fields(cls)}
         return cls(
-            **{name: value for name, value in flags.items() if name in names},
+            **{name: value for name, value in model_flags(config).items() if name in names},
             max_position_embeddings=config["max_position_embeddings"],
+            rotary_scaling=rotary_scaling(config),
         )
+
+    def rotary_frequencies(self, where: torch.device | None = None) -> Tensor:
+        """Radians a position [kv_channels / 2]."""
+        return rotary_frequencies(self.kv_channels, self.rotary_base, self.rotary_scaling, where)
 
 
 def transformer_engine_available() -> bool:
@@ -240,6 +246,9 @@ def layer_spec(config: TransformerConfig, chunk: int | None = None) -> ModuleSpe
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     layer = spec.submodules
+    if config.num_moe_experts:
+        # TransformerEngine keeps this norm outside of the experts, so its checkpoints do not rename it.
+        layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
@@ -250,6 +259,8 @@ def layer_spec(config: TransformerConfig, chunk: int | None = None) -> ModuleSpe
 
 class PolicyModel(GPTModel):
     """A GPT model that returns token statistics (log-probability, entropy, mean) instead of logits."""
+
+    shape: ModelShape
 
     def forward(
         self,
@@ -266,20 +277,39 @@ class PolicyModel(GPTModel):
         `targets` [n] the ids they predict. Returns [n, 3] on the last stage (see `token_statistics`), hidden states
         [t (/ tp), 1, H] on others.
         """
-        if self.position_embedding_type == "none":
-            angles = rotary_angles(position_ids[0], self.config.kv_channels, self.rotary_base, self.config.params_dtype)
-            packed_seq_params = PackedRow(**vars(packed_seq_params), rotary=angles)
-        hidden = super().forward(input_ids, position_ids, None, packed_seq_params=packed_seq_params)
+        hidden = self._hidden(input_ids, position_ids, packed_seq_params)
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         group = parallel_state.get_tensor_model_parallel_group()
-        return token_statistics(hidden.squeeze(1)[selected], weight, targets, options, group)
+        return token_statistics(hidden.squeeze(1)[selected], self._head(), targets, options, group)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """[T] -> [T, V], of one sequence in a process that holds the whole model."""
+        bounds = torch.tensor([0, len(ids)], dtype=torch.int32, device=ids.device)
+        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+        row = PackedSeqParams(
+            qkv_format="thd", max_seqlen_q=len(ids), max_seqlen_kv=len(ids), **dict.fromkeys(names, bounds)
+        )
+        hidden = self._hidden(ids[None], torch.arange(len(ids), device=ids.device)[None], row)
+        return hidden.squeeze(1) @ self._head().T
+
+    def _hidden(self, input_ids: Tensor, position_ids: Tensor, packed_seq_params: PackedSeqParams) -> Tensor:
+        if self.position_embedding_type == "none":
+            frequencies = self.shape.rotary_frequencies(position_ids.device)
+            angles = rotary_angles(position_ids[0], frequencies, self.config.params_dtype)
+            packed_seq_params = PackedRow(**vars(packed_seq_params), rotary=angles)
+        hidden: Tensor = super().forward(input_ids, position_ids, None, packed_seq_params=packed_seq_params)
+        return hidden
+
+    def _head(self) -> Tensor:
+        """This rank's part [V / tp, H] of the output layer."""
+        tied = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Megatron's own would compute all logits."""
@@ -316,6 +346,9 @@ def _build_chunk(shape: ModelShape, config: TransformerConfig, chunk: int | None
         position_embedding_type="rope" if transformer_engine_available() else "none",  # ours is in its attention
         rotary_base=shape.rotary_base,
     )
+    model.shape = shape
+    if model.position_embedding_type == "rope":  # megatron knows one stretched variant, with fixed constants
+        model.rotary_pos_emb.inv_freq = shape.rotary_frequencies(model.rotary_pos_emb.inv_freq.device)
     _mark_sharded(model)
     return model.to(device.local_device())
 

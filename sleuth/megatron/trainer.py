@@ -23,6 +23,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from sleuth.algo.optimizer_steps import OptimizerStepBatch
+from sleuth.arguments.files_check import is_hf_folder
 from sleuth.megatron import device, parallel
 from sleuth.megatron.checkpoint import Checkpoints, load_weights
 from sleuth.megatron.forward import MicroBatch, finalize_gradients, run_model, score
@@ -45,7 +46,7 @@ from sleuth.megatron.objectives import (
 from sleuth.megatron.optimizer import OptimizerSettings, PolicyOptimizer
 from sleuth.megatron.parallel import ProcessSettings
 from sleuth.megatron.reference import Reference
-from sleuth.megatron.weights import HfWeights, WeightMap
+from sleuth.megatron.weights import WeightMap, load_hf_weights
 from sleuth.metrics.timing import timed
 from sleuth.sample import TrainSample
 
@@ -68,6 +69,7 @@ class TrainerSettings(
     load: Path | None
     save: Path | None
     save_keep: int
+    finetune: bool
     score_old_log_probs: bool
 
 
@@ -87,6 +89,8 @@ class Trainer:
         self.weights = WeightMap(self.chunks, self.shape)
         self._load_initial_weights()
         self._reference = Reference(self.chunks) if args.use_kl_loss or args.kl_coef else None
+        if args.finetune and args.load is not None:  # before the optimizer, which copies the weights
+            load_weights(self.chunks, args.load)
 
         reduction = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer
@@ -161,14 +165,14 @@ class Trainer:
 
     def _load_initial_weights(self) -> None:
         """From --ref-load if given, else from --hf-checkpoint."""
-        if self.args.ref_load is not None:
-            load_weights(self.chunks, Path(self.args.ref_load))
+        if self.args.ref_load is not None and not is_hf_folder(self.args.ref_load):
+            load_weights(self.chunks, self.args.ref_load)
         else:
-            self.weights.load(HfWeights(Path(self.args.hf_checkpoint)).read)
+            load_hf_weights(self.weights, Path(self.args.ref_load or self.args.hf_checkpoint))
 
     def _resume(self) -> None:
-        """Go on from --load, if it holds a checkpoint."""
-        if self.args.load is None:
+        """Go on from --load, if it holds a checkpoint; with --finetune only its weights are used."""
+        if self.args.load is None or self.args.finetune:
             return
         resumed = self.checkpoints.load_latest(Path(self.args.load))
         if resumed is None:

@@ -7,6 +7,7 @@ put together and sharded. TransformerEngine's layers keep a norm inside the line
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +16,17 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import safe_open
 from torch import Tensor
 
+from sleuth.megatron.hf_files import HfWeights
 from sleuth.megatron.model import ModelShape, PolicyModel
 
 Layout = Literal["replicated", "column", "row", "qkv", "gated"]
 """How tensor parallelism cuts a parameter: not; by rows; by columns; by rows, with queries, keys and values
 interleaved by group; by rows of each of two stacked matrices."""
+
+
+_EMBEDDING, _FINAL_NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +52,32 @@ class WeightMap:
     def load(self, read: Callable[[str], Tensor]) -> None:
         """Fill the model; `read(name)` gives whole tensors. ValueError names a tensor that does not fit."""
         for entry in self.entries:
-            whole = [read(name) for name in entry.hf_names]
+            entry.parameter.copy_(self._local(entry, read))
+
+    def check(self, read: Callable[[str], Tensor]) -> None:
+        """ValueError names a tensor that does not fit; those that `read` gives need no values."""
+        for entry in self.entries:
+            self._local(entry, read)
+
+    def values(self, read: Callable[[str], Tensor]) -> Callable[[torch.nn.Parameter], Tensor]:
+        """What `load` would fill a parameter with, when called with it."""
+        entries = {id(entry.parameter): entry for entry in self.entries}
+        return lambda parameter: self._local(entries[id(parameter)], read)
+
+    def _local(self, entry: Entry, read: Callable[[str], Tensor]) -> Tensor:
+        whole = [read(name) for name in entry.hf_names]
+        try:
             local = self._shard(entry, whole)
-            if local.shape != entry.parameter.shape:
-                shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in zip(entry.hf_names, whole, strict=True))
-                raise ValueError(
-                    f"{shapes} does not fit the model's config: this rank's part is {list(local.shape)}, "
-                    f"expected {list(entry.parameter.shape)}; config.json and weights must be of the same model"
-                )
-            entry.parameter.copy_(local)
+            found = str(list(local.shape))
+        except RuntimeError:
+            found = "none, for they do not go together"
+        if found != str(list(entry.parameter.shape)):
+            shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in zip(entry.hf_names, whole, strict=True))
+            raise ValueError(
+                f"{shapes} does not fit the model's config: this rank's part is {found}, "
+                f"expected {list(entry.parameter.shape)}; config.json and weights must be of the same model"
+            )
+        return local
 
     @torch.no_grad()
     def stage_tensors(
@@ -143,39 +164,79 @@ def _entries(model: PolicyModel, shape: ModelShape) -> list[Entry]:
     return list(entries.values())
 
 
+def hf_names(shape: ModelShape) -> list[str]:
+    """Every tensor of the whole model, in Hugging Face names."""
+    experts = range(shape.num_experts or 0)
+    names = {
+        f"model.layers.{layer}.{name}"
+        for layer in range(shape.num_layers)
+        for _, hf_names, _ in _layer_names(shape, experts)
+        for name in hf_names
+    }
+    heads = {_HEAD} if shape.untie_embeddings_and_output_weights else set()
+    return sorted(names | heads | {_EMBEDDING, _FINAL_NORM})
+
+
+def load_hf_weights(weights: WeightMap, folder: Path) -> None:
+    """Fill the model from a Hugging Face folder; ValueError unless it is of this shape, and holds nothing else."""
+    wanted, found = (dataclasses.asdict(shape) for shape in (weights.shape, ModelShape.from_hf(folder)))
+    other = [name for name in wanted if wanted[name] != found[name] and name != "max_position_embeddings"]
+    if other:
+        raise ValueError(
+            f"the model in {folder} is another than --hf-checkpoint: "
+            + ", ".join(f"{name} is {found[name]}, expected {wanted[name]}" for name in other)
+            + "; name a folder of the same model"
+        )
+    weights.load(checked_weights(folder, weights.shape).read)
+
+
+def checked_weights(folder: Path, shape: ModelShape) -> HfWeights:
+    """The tensors of a Hugging Face folder; ValueError unless they are those of the model of `shape`."""
+    source = HfWeights(folder)
+    tied = None if shape.untie_embeddings_and_output_weights else (_HEAD, _EMBEDDING)
+    source.check(hf_names(shape), shape.num_layers, tied)
+    return source
+
+
 def _names(model: PolicyModel, shape: ModelShape) -> Iterator[tuple[str, tuple[str, ...], Layout, bool]]:
     """Candidates (megatron name, Hugging Face names, layout, whether a tied copy); a model has some of them."""
+    experts = range(0)
+    if shape.num_experts:
+        local = shape.num_experts // parallel_state.get_expert_model_parallel_world_size()
+        first = local * parallel_state.get_expert_model_parallel_rank()
+        experts = range(first, first + local)
     for index, layer in enumerate(model.decoder.layers):
         ours, theirs = f"decoder.layers.{index}.", f"model.layers.{layer.layer_number - 1}."
-        for name, hf_names, layout in _layer_names(shape):
+        for name, hf_names, layout in _layer_names(shape, experts):
             yield ours + name, tuple(theirs + hf_name for hf_name in hf_names), layout, False
-    embedding = "model.embed_tokens.weight"
     tied = not shape.untie_embeddings_and_output_weights
-    yield "embedding.word_embeddings.weight", (embedding,), "column", False
-    yield "decoder.final_layernorm.weight", ("model.norm.weight",), "replicated", False
-    yield "output_layer.weight", (embedding if tied else "lm_head.weight",), "column", tied
+    yield "embedding.word_embeddings.weight", (_EMBEDDING,), "column", False
+    yield "decoder.final_layernorm.weight", (_FINAL_NORM,), "replicated", False
+    yield "output_layer.weight", (_EMBEDDING if tied else _HEAD,), "column", tied
 
 
-def _layer_names(shape: ModelShape) -> Iterator[tuple[str, tuple[str, ...], Layout]]:
+def _layer_names(shape: ModelShape, experts: range) -> Iterator[tuple[str, tuple[str, ...], Layout]]:
+    """A layer's parameters, with the `experts` that this rank holds; norms under both of their names."""
     for name in ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"):
         yield name, ("input_layernorm.weight",), "replicated"
-    for kind in ("weight", "bias"):
+    for kind in ("weight", "bias") if shape.add_qkv_bias else ("weight",):
         yield f"self_attention.linear_qkv.{kind}", tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv"), "qkv"
-    for x in "qk":
+    for x in "qk" if shape.qk_layernorm else "":
         yield f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), "replicated"
     yield "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), "row"
     for name in ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"):
         yield name, ("post_attention_layernorm.weight",), "replicated"
-    yield "mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gated"
-    yield "mlp.linear_fc2.weight", ("mlp.down_proj.weight",), "row"
-    if shape.num_experts:
-        yield "mlp.router.weight", ("mlp.gate.weight",), "replicated"
-        local = shape.num_experts // parallel_state.get_expert_model_parallel_world_size()
-        first = local * parallel_state.get_expert_model_parallel_rank()
-        for index in range(local):
-            ours, theirs = f"mlp.experts.local_experts.{index}.", f"mlp.experts.{first + index}."
-            yield f"{ours}linear_fc1.weight", (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight"), "gated"
-            yield f"{ours}linear_fc2.weight", (f"{theirs}down_proj.weight",), "row"
+    if not shape.num_experts:
+        yield from _mlp_names("mlp.", "mlp.")
+        return
+    yield "mlp.router.weight", ("mlp.gate.weight",), "replicated"
+    for index, expert in enumerate(experts):
+        yield from _mlp_names(f"mlp.experts.local_experts.{index}.", f"mlp.experts.{expert}.")
+
+
+def _mlp_names(ours: str, theirs: str) -> Iterator[tuple[str, tuple[str, ...], Layout]]:
+    yield f"{ours}linear_fc1.weight", (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight"), "gated"
+    yield f"{ours}linear_fc2.weight", (f"{theirs}down_proj.weight",), "row"
 
 
 def _merge_qkv(whole: list[Tensor], groups: int) -> Tensor:
@@ -212,29 +273,3 @@ def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return parts
-
-
-class HfWeights:
-    """The tensors of a Hugging Face folder's safetensors files, read one at a time.
-
-    Raises ValueError if the folder holds none.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ValueError(f"expected *.safetensors files in {folder}, found none")
-        self._files = [safe_open(file, framework="pt") for file in files]
-        self._owner = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._owner)
-
-    def read(self, name: str) -> Tensor:
-        """The whole tensor on the CPU. ValueError if the files do not hold it."""
-        if name not in self._owner:
-            raise ValueError(f"expected tensor {name} in {self.folder}, found {len(self._owner)} others")
-        tensor: Tensor = self._owner[name].get_tensor(name)
-        return tensor

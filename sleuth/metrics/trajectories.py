@@ -85,7 +85,7 @@ def trajectory_record(
         "rollout_metrics": {name: finite(value) for name, value in sample.rollout_metrics.items()},
         "weight_version": sample.weight_version,
         "label": _plain(sample.label),
-        "notes": _plain(_notes(sample)),
+        "notes": _plain(sample.notes),
         "prompt": _decode(sample.trace.prompt_ids, tokenizer),
         "segments": [_segment_record(sample, segment, tokenizer) for segment in sample.trace.segments],
         "prompt_ids": list(sample.trace.prompt_ids),
@@ -93,13 +93,6 @@ def trajectory_record(
         "loss_mask": list(sample.trace.loss_mask),
         "log_probs": [round(value, 4) for value in sample.trace.log_probs],
     }
-
-
-def _notes(sample: Sample) -> dict[str, Any]:
-    """What the hooks report, and what hooks that report nothing leave in the metadata."""
-    if sample.notes or "answered" not in sample.reward_components:  # else the "answer" may be one of the data set
-        return sample.notes
-    return {name: sample.metadata[name] for name in ("answer", "invalid_reason") if name in sample.metadata}
 
 
 def _segment_record(sample: Sample, segment: Segment, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import time
 import traceback
@@ -62,8 +63,11 @@ class _Call:
 class HookRunner:
     """Runs generate and reward hooks, and knows which are under way."""
 
-    def __init__(self, args: Args, hooks: Hooks) -> None:
-        self.args, self.hooks = args, hooks
+    def __init__(
+        self, args: Args, hooks: Hooks, on_error: Callable[[Sample, BaseException], None] | None = None
+    ) -> None:
+        """`on_error` is told what a hook raised, beside the log."""
+        self.args, self.hooks, self._on_error = args, hooks, on_error
         self.finished = 0
         self._takes_evaluation = accepts_evaluation(hooks.generate)
         self._calls: dict[int, _Call] = {}
@@ -103,8 +107,10 @@ class HookRunner:
         name = _name(self.hooks.generate if kind == "generate" else self.hooks.reward)
         where = f"{kind} hook {name}"
         logger.info("%s failed on sample %d (%s)", where, sample.index, sample.where, exc_info=error)
+        if self._on_error is not None:
+            self._on_error(sample, error)
         if timed_out:
-            text = f"{where}: no result within --hook-timeout {self.args.hook_timeout:g} s"
+            text = f"{where}: no result within --hook-timeout {self.args.hook_timeout:g} s{_place(error)}"
             return _HookFailedError(StopReason.HOOK_TIMEOUT, text)
         if isinstance(error, FailSample):
             return _HookFailedError(error.reason, f"{where}: {error}")
@@ -163,11 +169,26 @@ def _name(hook: Any) -> str:
 
 def _place(error: BaseException) -> str:
     """` (my_hook.py:12)`: the innermost line of the user's own code, as far as there is one."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    frames = _user_frames(error)
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
-_OURS = str(Path(__file__).resolve().parent.parent)
+def user_traceback(error: BaseException) -> str:
+    """The error with the lines of the user's own code that led to it, as a traceback shows them."""
+    return "".join([*traceback.format_list(_user_frames(error)), *traceback.format_exception_only(error)])
+
+
+def _user_frames(error: BaseException | None) -> list[traceback.FrameSummary]:
+    """Those of the user's own code, outermost first; of what the error came from where it has none itself."""
+    while error is not None:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+        if frames:
+            return frames
+        error = error.__cause__ or error.__context__
+    return []
+
+
+_OURS = f"{Path(__file__).resolve().parent.parent}{os.sep}"
 _LIBRARIES = tuple({sys.prefix, sys.base_prefix})
 
 

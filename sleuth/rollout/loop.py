@@ -83,6 +83,16 @@ def sampling_parameters(args: Args, *, temperature: float, top_p: float, max_new
     }
 
 
+def rollout_parameters(args: Args) -> dict[str, Any]:
+    """The `sampling_params` of what is trained on."""
+    return sampling_parameters(
+        args,
+        temperature=args.rollout_temperature,
+        top_p=args.rollout_top_p,
+        max_new_tokens=args.rollout_max_response_len,
+    )
+
+
 class GenerationLoop:
     """Runs the hooks over rows of prompt data; use it inside `use_rollout_context(...)`."""
 
@@ -99,12 +109,7 @@ class GenerationLoop:
         trajectories fail, or the filter keeps next to nothing.
         """
         args = self.args
-        params = sampling_parameters(
-            args,
-            temperature=args.rollout_temperature,
-            top_p=args.rollout_top_p,
-            max_new_tokens=args.rollout_max_response_len,
-        )
+        params = rollout_parameters(args)
         budget = self._budget(args.rollout_batch_size * args.n_samples_per_prompt)
         rollout = Rollout()
         group_indices = itertools.count()
@@ -190,10 +195,11 @@ NewSample = Callable[[], Sample]
 
 
 def _group(row: PromptRow, group_index: int, size: int) -> list[NewSample]:
-    return [partial(_new_sample, row, group_index, group_index * size + i) for i in range(size)]
+    return [partial(fresh_sample, row, group_index, group_index * size + i) for i in range(size)]
 
 
-def _new_sample(row: PromptRow, group_index: int, index: int) -> Sample:
+def fresh_sample(row: PromptRow, group_index: int, index: int) -> Sample:
+    """A sample of a prompt, before anything is generated."""
     return Sample(
         index=index,
         group_index=group_index,

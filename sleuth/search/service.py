@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sleuth.hooks.context import StopRunError, step_metrics
-from sleuth.search.http import QueryError, SearchError, is_query_fault, with_search_retries
+from sleuth.search.http import QueryError, SearchError, clean_query, is_query_fault, with_search_retries
 from sleuth.search.observation import Passage, to_passage
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class SearchService:
         self._under_way: dict[str, asyncio.Future[list[Passage]]] = {}
         self._cache: OrderedDict[str, list[Passage]] = OrderedDict()
         self._failed: deque[bool] = deque(maxlen=WINDOW)
+        self._answered = self._refused = 0
 
     async def search(self, query: str) -> list[Passage]:
         """The passages for the query.
@@ -93,9 +94,10 @@ class SearchService:
             start = time.perf_counter()
             try:
                 passages = _passages(await self._backend(query))
-            except QueryError:
+            except QueryError as error:
                 _statistics.record("query", time.perf_counter() - start)
-                self._failed.append(False)  # the backend is well
+                self._refused += 1
+                self._check_refusals(error)
                 raise
             except SearchError as error:
                 _statistics.record(error.kind, time.perf_counter() - start)
@@ -104,11 +106,20 @@ class SearchService:
                 raise
             _statistics.record("success", time.perf_counter() - start)
             self._failed.append(False)
+            self._answered += 1
         if self._cache_size:
             self._cache[query] = passages
             if len(self._cache) > self._cache_size:
                 self._cache.popitem(last=False)
         return passages
+
+    def _check_refusals(self, error: QueryError) -> None:
+        """A backend that refuses whatever it is asked is not well, though each refusal blames the query."""
+        if self._answered == 0 and self._refused >= FEWEST:
+            raise SearchUnavailableError(
+                f"all of the first {self._refused} queries were refused. The last one: {error}. Check the address of "
+                "the search backend, and what it expects"
+            ) from error
 
     def _check_rate(self, error: SearchError) -> None:
         searches, failures = len(self._failed), sum(self._failed)
@@ -140,7 +151,7 @@ def guarded_backend(
     async def attempt(query: str) -> Sequence[Any]:
         try:
             async with asyncio.timeout(timeout):
-                return await function(query, topk)
+                return await function(clean_query(query), topk)
         except (SearchError, QueryError):
             raise
         except TimeoutError:
@@ -151,6 +162,23 @@ def guarded_backend(
             raise SearchError(f"{name}: {type(error).__name__}: {error}", "backend", retryable=True) from error
 
     return lambda query: with_search_retries(lambda: attempt(query), retries)
+
+
+TEST_QUESTION, TEST_SECONDS = "capital of France", 15.0
+
+
+async def ask_test_question(backend: Backend, name: str, *, timeout: float, remedy: str = "") -> None:
+    """Ask a backend one question; ValueError, with the remedy, if there is no answer within 15 s, or `timeout`."""
+    seconds = min(TEST_SECONDS, timeout)
+    try:
+        async with asyncio.timeout(seconds):
+            _passages(await backend(TEST_QUESTION))
+    except (SearchError, QueryError, TimeoutError) as error:
+        found = str(error) or f"no answer within {seconds:g} s"
+        remedies = "; ".join(filter(None, [remedy, "--no-search-check starts without asking"]))
+        raise ValueError(
+            f"expected the search backend {name} to answer a test question, found: {found}; {remedies}"
+        ) from None
 
 
 def _passages(items: Iterable[Any]) -> list[Passage]:

@@ -9,7 +9,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from sleuth.arguments import Args, parse_args
-from sleuth.cluster.preflight import check_data, check_disk, checkpoint_bytes
+from sleuth.cluster.preflight import check_data, check_disk, checkpoint_bytes, unwinnable_rows
+from sleuth.hooks import hook_modules
 
 DEMO = Path(__file__).parents[2] / "data/demo"
 EVALUATION = ("--eval-interval", "20", "--eval-prompt-data", "demo")
@@ -84,3 +85,18 @@ def test_no_room_at_all_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(0, 0, 1_000_000))
     with pytest.raises(ValueError, match=rf"--save: expected room .* 0.03 GB; {tmp_path} has 0.00 GB free; make room"):
         check_disk(make_args(tmp_path))
+
+
+def test_labels_are_read_as_the_reward_reads_them(tmp_path: Path) -> None:
+    rows = pd.read_parquet(DEMO / "test.parquet").head(4)
+    rows["reward_model"] = ["['Paris', 'Rome']", "[]", '{"value": "Paris", "aliases": []}', None]
+    rows.to_parquet(path := tmp_path / "rows.parquet")
+    args = make_args(tmp_path, data=path)
+    (sentence,) = unwinnable_rows(args, hook_modules(args))
+    assert "2 of 4 rows have no accepted answer in the column 'reward_model'" in sentence
+    assert "(rows 1, 3)" in sentence
+    rows["reward_model"] = ["a", "b", "c", "d"]
+    rows["reward_model"] = [{"nonsense": value} for value in rows["reward_model"]]
+    rows.to_parquet(path)
+    with pytest.raises(ValueError, match=r"row 0 of .*rows.parquet, column 'reward_model' \(--label-key\): .*nonsense"):
+        unwinnable_rows(args, hook_modules(args))

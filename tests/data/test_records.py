@@ -154,29 +154,28 @@ def test_what_comes_after_the_rows_wanted_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def half_damaged(tmp_path: Path) -> Path:
-    """Two columns, 200 rows in two row groups; the bytes of `unused` and of the second group are overwritten."""
+def damaged(tmp_path: Path) -> Path:
+    """Three row groups of 100 rows; all bytes of the values but those of `prompt` in the second are overwritten."""
     path = tmp_path / "rows.parquet"
-    table = pa.table({"prompt": [f"{i}" * 50 for i in range(200)], "unused": [["x" * 50, str(i)] for i in range(200)]})
+    table = pa.table({"prompt": [f"{i}" * 50 for i in range(300)], "unused": [["x" * 50, str(i)] for i in range(300)]})
     pq.write_table(table, path, row_group_size=100, compression="none", use_dictionary=False)
     data = bytearray(path.read_bytes())
     meta = pq.read_metadata(path)
-    for group, column in ((0, 1), (1, 0), (1, 1)):
+    for group, column in ((0, 0), (0, 1), (1, 1), (2, 0), (2, 1)):
         chunk = meta.row_group(group).column(column)
-        data[chunk.data_page_offset : chunk.data_page_offset + chunk.total_compressed_size] = (
-            b"\xff" * chunk.total_compressed_size
-        )
+        start, size = chunk.data_page_offset, chunk.total_compressed_size
+        data[start : start + size] = b"\xff" * size
     path.write_bytes(data)
     return path
 
 
-def test_columns_and_row_groups_that_are_not_wanted_are_not_read(half_damaged: Path) -> None:
-    records = read_records(f"{half_damaged}@[:100]", columns=["prompt"])
-    assert [row["prompt"] for row in records.rows] == [f"{i}" * 50 for i in range(100)]
+def test_columns_and_row_groups_that_are_not_wanted_are_not_read(damaged: Path) -> None:
+    records = read_records(f"{damaged}@[100:200]", columns=["prompt"])
+    assert [row["prompt"] for row in records.rows] == [f"{i}" * 50 for i in range(100, 200)]
     assert records.columns == ["prompt", "unused"]
-    for text, columns in (("@[:100]", ["unused"]), ("", ["prompt"])):
+    for text, columns in (("@[100:200]", ["unused"]), ("@[99:200]", ["prompt"]), ("@[100:201]", ["prompt"])):
         with pytest.raises(ValueError, match="download it again"):
-            read_records(f"{half_damaged}{text}", columns=columns)
+            read_records(f"{damaged}{text}", columns=columns)
 
 
 def test_a_look_at_the_first_rows_reads_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -330,7 +330,7 @@ def train_task(
     """Score, then train four optimizer steps: one, and three in one call. Everything that can be compared."""
     args = make_args(folder, world, **flags)
     trainer = new_trainer(args)
-    samples = make_samples(sft=sft)
+    samples = _as_given(make_samples(sft=sft), args)
     out: dict[str, Any] = {"log_probs": trainer.log_probs(samples[0].token_ids, args.rollout_temperature)}
     one = args.model_copy(update={"global_batch_size": 12})
     first = shares(trainer, one, samples, **plan)
@@ -338,10 +338,15 @@ def train_task(
     out["first"] = trainer.train(first)
     out["first gradients"] = _gradients(trainer)
     three = args.model_copy(update={"global_batch_size": 4})
-    out["later"] = trainer.train(shares(trainer, three, make_samples(sft=sft, seed=1), **plan))
+    out["later"] = trainer.train(shares(trainer, three, _as_given(make_samples(sft=sft, seed=1), args), **plan))
     out["later gradients"] = _gradients(trainer)
     out["weights"] = dict(trainer.hf_weights())
     return out
+
+
+def _as_given(samples: list[TrainSample], args: Any) -> list[TrainSample]:
+    """As the rollout gives them: with a KL penalty in the reward the trainer makes the advantages."""
+    return [replace(sample, advantages=[]) for sample in samples] if args.kl_coef else samples
 
 
 def _gradients(trainer: Any) -> dict[str, torch.Tensor]:

@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+import sleuth.megatron  # noqa: F401  (before megatron)
 from sleuth.arguments import ModelArgs
-from sleuth.megatron import convert
-from sleuth.megatron.convert import hf_to_torch_dist, torch_dist_to_hf
-from tests.tiny_models import make_tiny_model
+from sleuth.arguments.hf_config import Llama3Scaling
+from sleuth.megatron import convert, probe, weights
+from sleuth.megatron.attention import rotary_frequencies
+from sleuth.megatron.checkpoint import load_weights
+from sleuth.megatron.convert import hf_to_torch_dist, torch_dist_to_hf, write_hf_folder
+from sleuth.megatron.model import ModelShape, RMSNorm, layer_spec
+from tests.megatron.harness import Task, run_tasks
+from tests.tiny_models import Kind, make_tiny_model
+from tools import convert_hf_to_torch_dist as to_torch_dist
+from tools import convert_torch_dist_to_hf as to_hf
 
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
 pytestmark = pytest.mark.megatron
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,6 +86,309 @@ def test_every_tensor_comes_back(tmp_path: Path, dtype: str) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == dtype
 
 
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen2 tied": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "qwen3 tied": {"tie_word_embeddings": True},
+    "qwen3_moe": {"norm_topk_prob": False},
+    "llama": {},
+    "llama tied": {"tie_word_embeddings": True, "head_dim": 24},
+    "llama 3": {"tie_word_embeddings": True, "max_position_embeddings": 8192, "rope_parameters": LLAMA_3},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_model_comes_back_and_computes_the_same(tmp_path: Path, name: str) -> None:
+    """The vocabulary is padded: it has more rows than the tokenizer words."""
+    model = make_tiny_model(tmp_path / "model", name.split()[0], **MODELS[name])  # type: ignore[arg-type]
+    found = hf_to_torch_dist(model, tmp_path / "dist", check=False)
+    expected = probe.hf_logits(model, torch.float32)
+    assert relative(checkpoint_logits(model, found), expected) < 1e-5
+    torch_dist_to_hf(tmp_path / "dist", model, tmp_path / "back", check=False)
+    assert_same_tensors(tmp_path / "back", model)
+
+
+def test_llama_3_is_scored_exactly_far_from_the_beginning(tmp_path: Path) -> None:
+    config = {"max_position_embeddings": 8192, "rope_parameters": LLAMA_3}
+    model = make_tiny_model(tmp_path / "model", "llama", **config)
+    found = hf_to_torch_dist(model, tmp_path / "dist", check=False)
+    ids = torch.arange(3000) * 7919 % 512
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(model)(ids[None]).logits[0]
+    assert relative(checkpoint_logits(model, found, ids), expected) < 1e-5
+    # The test can fail: without the stretched frequencies it is another model.
+    plain = checkpoint_logits(model, found, ids, rotary_scaling=None)
+    assert relative(plain, expected) > 1e-3
+
+
+@pytest.mark.parametrize("scaling", [Llama3Scaling(8.0, 1.0, 4.0, 8192), Llama3Scaling(32.0, 1.0, 4.0, 64)])
+def test_llama_3s_frequencies_are_those_of_transformers(scaling: Llama3Scaling) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 5e5} | asdict(scaling)
+    config = LlamaConfig(hidden_size=512, num_attention_heads=4, max_position_embeddings=131072, rope_parameters=rope)
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config)
+    torch.testing.assert_close(rotary_frequencies(128, 5e5, scaling), expected, rtol=1e-6, atol=0)
+
+
+# --- from any layout to any, and between processes with and without TransformerEngine
+
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "TP2": ("qwen2", 2, {"tensor_model_parallel_size": 2}),
+    "PP2 tied": ("qwen2 tied", 2, {"pipeline_model_parallel_size": 2}),
+    "TP2 q/k norms": ("qwen3", 2, {"tensor_model_parallel_size": 2}),
+    "EP2": ("qwen3_moe", 2, {"expert_model_parallel_size": 2}),
+    "TP2 llama": ("llama", 2, {"tensor_model_parallel_size": 2}),
+}
+
+
+def layout_task(rank: int, world: int, model: str, converted: str, save: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """Load a converted checkpoint in a layout, and save in that layout. The reference may be in either format."""
+    from tests.megatron.harness import make_args, new_trainer
+
+    ids = list(range(3, 90, 2))
+    scores = []
+    for reference in (converted, model):
+        trainer = new_trainer(make_args(model, world, ref_load=reference, save=save, **flags))
+        scores.append(trainer.log_probs(ids, 1.0))
+    trainer.save(1, {})
+    return {"converted": scores[0], "hf": scores[1]}
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[dict[str, Any]]]]:
+    root = tmp_path_factory.mktemp("layouts")
+    tasks = []
+    for name, (kind, _, flags) in LAYOUTS.items():
+        model = make_tiny_model(root / name / "model", kind.split()[0], **MODELS[kind])  # type: ignore[arg-type]
+        hf_to_torch_dist(model, root / name / "dist", check=False)
+        paths = {"model": str(model), "converted": str(root / name / "dist"), "save": str(root / name / "saved")}
+        tasks.append(Task(layout_task, paths | {"flags": flags}))
+    return root, run_tasks(2, tasks)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_any_layout_reads_and_writes(name: str, layouts: tuple[Path, list[list[dict[str, Any]]]]) -> None:
+    root, results = layouts
+    model = root / name / "model"
+    with torch.no_grad():
+        ids = torch.tensor(list(range(3, 90, 2)))
+        logits = AutoModelForCausalLM.from_pretrained(model)(ids[None]).logits[0]
+    expected = torch.log_softmax(logits, -1)[:-1].gather(1, ids[1:, None])[:, 0]
+    for out in results[list(LAYOUTS).index(name)]:
+        assert out["hf"] == out["converted"]
+        torch.testing.assert_close(torch.tensor(out["hf"]), expected, atol=1e-5, rtol=0)
+    torch_dist_to_hf(root / name / "saved", model, root / name / "back", check=False)
+    assert_same_tensors(root / name / "back", model)
+
+
+class NormedLinear(ColumnParallelLinear):
+    """As TransformerEngine's: the norm before a linear layer is a part of it."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.eps = config.layernorm_epsilon
+
+    def forward(self, x: Tensor, *rest: Any, **options: Any) -> Any:
+        return super().forward(F.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, self.eps), *rest, **options)
+
+
+class StatefulNorm(RMSNorm):
+    """As TransformerEngine's: it has an extra state."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.zeros(3)
+
+    def set_extra_state(self, state: Tensor | None) -> None:
+        assert state is None or state.shape == (3,)
+
+
+def engine_like_spec(config: Any, chunk: int | None = None) -> TransformerBlockSubmodules:
+    """The names and extra states that a model of TransformerEngine's layers has."""
+    block = layer_spec(config, chunk)
+    assert isinstance(block, TransformerBlockSubmodules)
+    (spec,) = {id(layer): layer for layer in block.layer_specs or []}.values()
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.sharded_state_dict_keys_map = {}
+    layer.input_layernorm, attention.linear_qkv = IdentityOp, NormedLinear
+    if config.num_moe_experts:
+        layer.pre_mlp_layernorm = StatefulNorm
+    else:
+        layer.pre_mlp_layernorm, layer.mlp.submodules.linear_fc1 = IdentityOp, NormedLinear
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = StatefulNorm
+    block.layer_norm = StatefulNorm
+    return block
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
+def test_checkpoints_with_and_without_transformer_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    model = make_tiny_model(tmp_path / "model", kind)
+    expected = probe.hf_logits(model, torch.float32)
+    plain = hf_to_torch_dist(model, tmp_path / "plain", check=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("sleuth.megatron.model.layer_spec", engine_like_spec)
+        engine_like = hf_to_torch_dist(model, tmp_path / "engine", check=False)
+        assert relative(checkpoint_logits(model, engine_like), expected) < 1e-5
+        assert relative(checkpoint_logits(model, plain), expected) < 1e-5
+        torch_dist_to_hf(tmp_path / "plain", model, tmp_path / "plain back", check=False)
+    names = load_sharded_metadata(str(engine_like))
+    assert any(name.startswith("decoder.final_layernorm._extra_state") for name in names)
+    assert relative(checkpoint_logits(model, engine_like), expected) < 1e-5
+    torch_dist_to_hf(tmp_path / "engine", model, tmp_path / "engine back", check=False)
+    for back in ("plain back", "engine back"):
+        assert_same_tensors(tmp_path / back, model)
+
+
+def checkpoint_logits(model: Path, found: Path, ids: Tensor | None = None, **changes: Any) -> Tensor:
+    """What the trainer computes after its own way of loading."""
+    shape = replace(ModelShape.from_hf(model), **changes)
+    with convert._alone(), torch.no_grad():
+        chunks = convert._build(shape, "float32")
+        load_weights(chunks, found)
+        return chunks[0].logits(probe._probe(shape.vocab_size) if ids is None else ids)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def assert_same_tensors(found: Path, expected: Path) -> None:
+    ours, theirs = (load_file(path / "model.safetensors") for path in (found, expected))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+# --- the check after a conversion
+
+
+def test_a_conversion_that_went_wrong_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    hf_to_torch_dist(model, tmp_path / "right")
+    merge = weights._merge_qkv
+    monkeypatch.setattr(weights, "_merge_qkv", lambda whole, groups: merge([whole[0], whole[2], whole[1]], groups))
+    with pytest.raises(ValueError, match=r"a logit differs by \S+, expected at most \S+ \(0\.001 of the largest"):
+        hf_to_torch_dist(model, tmp_path / "dist")
+    assert list((tmp_path / "dist").iterdir()) == []
+    hf_to_torch_dist(model, tmp_path / "dist", check=False)
+    monkeypatch.setattr(weights, "_merge_qkv", merge)
+    split = weights._split_qkv
+    monkeypatch.setattr(weights, "_split_qkv", lambda merged, shape: [split(merged, shape)[i] for i in (0, 2, 1)])
+    with pytest.raises(ValueError, match="a logit differs"):
+        torch_dist_to_hf(tmp_path / "right", model, tmp_path / "back")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dist", "model", "right"]
+
+
+def test_what_does_not_fit_into_memory_is_not_checked_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10**6))
+    hf_to_torch_dist(model, tmp_path / "dist")
+    assert "not checked: 0.0 billion parameters in float32 do not fit" in caplog.text
+
+
+def test_not_a_number_is_a_difference() -> None:
+    with pytest.raises(ValueError, match="differs by nan"):
+        probe.compare(torch.tensor([[float("nan")]]), torch.ones(1, 1))
+
+
+# --- what lies on the disk afterwards
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_files_have_the_mode_that_the_umask_gives(tmp_path: Path, umask: int, mode: int) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    before = os.umask(umask)
+    try:
+        write_hf_folder({"a": torch.ones(3)}.items(), model, tmp_path / "new", "float32")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()}
+    assert "model.safetensors" in modes
+    assert set(modes.values()) == {mode}
+
+
+def test_an_export_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    model, save = make_tiny_model(tmp_path / "model", "qwen2"), tmp_path / "new"
+
+    def write(value: float, *, fail: bool = False, **options: Any) -> None:
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for index in range(4):
+                yield f"t{index}", torch.full((3,), value)
+            if fail:
+                raise ValueError("no more")
+
+        write_hf_folder(tensors(), model, save, "float32", shard_bytes=12, **options)
+
+    def held() -> float:
+        return float(load_file(save / "model-00004-of-00004.safetensors")["t3"][0])
+
+    with pytest.raises(ValueError, match="no more"):
+        write(1.0, fail=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    write(1.0)
+    with pytest.raises(OSError, match="not empty"):
+        write(2.0)
+    with pytest.raises(ValueError, match="no more"):
+        write(2.0, replace=True, fail=True)
+    assert held() == 1.0
+    child = os.fork()
+    if child == 0:  # a kill in the middle
+        write(3.0, replace=True, verify=lambda folder: os._exit(9))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert held() == 1.0
+    write(4.0, replace=True)
+    assert held() == 4.0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "new"]
+
+
+MEASURE = """
+import sys, threading, time
+from pathlib import Path
+from sleuth.megatron import streaming
+from sleuth.megatron.convert import hf_to_torch_dist, torch_dist_to_hf
+
+streaming.PIECE_BYTES = 30_000_000
+
+def anonymous():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+def watch():
+    while True:
+        peak[0] = max(peak[0], anonymous())
+        time.sleep(0.002)
+
+root = Path(sys.argv[1])
+before = anonymous()
+peak = [before]
+threading.Thread(target=watch, daemon=True).start()
+hf_to_torch_dist(root / "model", root / "dist", check=False)
+there = peak[0] - before
+torch_dist_to_hf(root / "dist", root / "model", root / "back", check=False, shard_bytes=20_000_000)
+print(there, peak[0] - before)
+"""
+
+
+def test_no_more_than_a_piece_is_in_memory(tmp_path: Path) -> None:
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16, "vocab_size": 4096}
+    model = make_tiny_model(tmp_path / "model", "llama", **wide)
+    size = (model / "model.safetensors").stat().st_size
+    assert size > 250e6
+    result = subprocess.run([sys.executable, "-c", MEASURE, tmp_path], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    there, back = map(int, result.stdout.split())
+    assert there < 0.25 * size  # a tensor
+    assert back < 0.6 * size  # what is read at once, and a file
+
+
+# --- bad input
+
+
 def test_the_precision_may_change_on_loading(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", "qwen2")
     hf_to_torch_dist(model, tmp_path / "dist", dtype="bfloat16")
@@ -68,11 +399,10 @@ def test_the_precision_may_change_on_loading(tmp_path: Path) -> None:
         assert torch.equal(tensor, expected[name].bfloat16().float()), name
 
 
-def test_large_models_are_written_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "SHARD_BYTES", 100_000)
+def test_large_models_are_written_in_several_files(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", "qwen2")
     hf_to_torch_dist(model, tmp_path / "dist")
-    torch_dist_to_hf(tmp_path / "dist", model, tmp_path / "back")
+    torch_dist_to_hf(tmp_path / "dist", model, tmp_path / "back", shard_bytes=100_000)
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 2
     # A folder of several files is a source too.
     hf_to_torch_dist(tmp_path / "back", tmp_path / "again")
@@ -126,6 +456,64 @@ def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(OSError, match="GB free"):
         torch_dist_to_hf(tmp_path / "dist", model, tmp_path / "back")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dist", "model"]
+
+
+def damage(path: Path, keep: int) -> None:
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+BAD_MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "cut short": (lambda model: damage(model / "model.safetensors", 5000), "model.safetensors is cut short or damaged"),
+    "empty": (lambda model: damage(model / "model.safetensors", 0), "model.safetensors is empty; download it again"),
+    "pickles": (
+        lambda model: (model / "model.safetensors").rename(model / "pytorch_model.bin"),
+        "pytorch_model.bin; write safetensors with `python -c",
+    ),
+    "empty config": (lambda model: damage(model / "config.json", 0), "config.json: expected a JSON object, found an"),
+    "half a config": (
+        lambda model: damage(model / "config.json", 90),
+        "config.json: expected a JSON object, found no",
+    ),
+    "no config": (lambda model: (model / "config.json").unlink(), "expected a model's folder with config.json"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MODELS)
+def test_a_bad_model_is_one_line(tmp_path: Path, name: str) -> None:
+    spoil, message = BAD_MODELS[name]
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    spoil(model)
+    for tool, words in ((to_torch_dist, []), (to_hf, ["--load", str(tmp_path / "dist")])):
+        if tool is to_hf and "config" not in name:
+            continue  # it reads no weights of the model
+        with pytest.raises(SystemExit) as caught:
+            tool.main(["--hf-checkpoint", str(model), "--save", str(tmp_path / "new"), *words])
+        assert str(caught.value.code).startswith("error: ")
+        assert message in str(caught.value.code)
+        assert "\n" not in str(caught.value.code)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("pattern", [".metadata", "*.distcp", "metadata.json", "common.pt"])
+@pytest.mark.parametrize("keep", [None, 0, 100])
+def test_a_damaged_checkpoint_is_an_error(tmp_path: Path, pattern: str, keep: int | None) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    found = hf_to_torch_dist(model, tmp_path / "dist", check=False)
+    (path,) = found.glob(pattern)
+    path.unlink() if keep is None else damage(path, keep)
+    with pytest.raises(SystemExit) as caught:
+        to_hf.main(["--load", str(found.parent), "--hf-checkpoint", str(model), "--save", str(tmp_path / "new")])
+    assert str(caught.value.code).startswith("error: ")
+    assert str(found) in str(caught.value.code)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_reference_of_another_shape_is_refused(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    other = make_tiny_model(tmp_path / "other", "qwen2", num_hidden_layers=3, rms_norm_eps=1e-5)
+    map_of_model = SimpleNamespace(shape=ModelShape.from_hf(model))
+    with pytest.raises(ValueError, match=r"num_layers is 3, expected 2, norm_epsilon is 1e-05, expected 1e-06"):
+        weights.load_hf_weights(map_of_model, other)  # type: ignore[arg-type]
 
 
 def test_the_commands_fail_with_one_line(tmp_path: Path) -> None:

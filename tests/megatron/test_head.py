@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 
 from sleuth.megatron import logprobs
-from sleuth.megatron.attention import PackedAttention, PackedRow, rotary_angles
+from sleuth.megatron.attention import PackedAttention, PackedRow, rotary_angles, rotary_frequencies
 from sleuth.megatron.logprobs import HeadOptions, token_statistics
 
 
@@ -128,7 +128,7 @@ def test_rotation_agrees_with_transformers() -> None:
     )
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
     plain = PackedRow(qkv_format="thd", cu_seqlens_q_padded=bounds)
-    angles = rotary_angles(positions, width, config.rope_parameters["rope_theta"], torch.float32)
+    angles = rotary_angles(positions, rotary_frequencies(width, config.rope_parameters["rope_theta"]), torch.float32)
     expected = attention(rotated[0][0], rotated[1][0], value, packed_seq_params=plain)
     found = attention(query, key, value, packed_seq_params=PackedRow(**vars(plain) | {"rotary": angles}))
     torch.testing.assert_close(found, expected)

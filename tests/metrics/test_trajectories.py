@@ -94,8 +94,6 @@ def test_markdown_says_what_was_answered_and_why_the_format_is_invalid(tokenizer
     assert "Expected: Anne\n\nAnswered: Ann\n" in trajectory_markdown(record)
     sample.notes = {"answer": None, "invalid_reason": None}
     assert findings(trajectory_record(sample, tokenizer)) == [("Expected", "Anne"), ("Answered", "nothing")]
-    sample.notes, sample.metadata = {}, {"answer": "Ann"}  # a hook that reports nothing
-    assert ("Answered", "Ann") in findings(trajectory_record(sample, tokenizer))
 
 
 def test_an_answer_in_the_data_set_is_not_taken_for_the_models(tokenizer):

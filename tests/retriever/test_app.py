@@ -8,13 +8,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import requests
 
-from local_dense_retriever.app import MAX_BODY_BYTES
+from local_dense_retriever.app import MAX_BODY_BYTES, MAX_QUERIES, MAX_QUERY_CHARS, MAX_TOPK
 from local_dense_retriever.batching import BatchingConfig
 from local_search_server import local_search
 from sleuth.search import SearchError
@@ -93,7 +94,12 @@ def test_both_shapes(url: str) -> None:
         (b"", 422, "Invalid JSON"),
         (b'{"queries": ["\xff"]}', 422, "Invalid JSON"),
         (b"[" * 100_000, 422, "Invalid JSON"),
-        (json.dumps({"queries": ["a" * 1_000_000]}).encode(), 422, "at most 8192 characters"),
+        (
+            json.dumps({"queries": ["a" * 1_000_000]}).encode(),
+            422,
+            "queries[0]: String should have at most 8192 characters, found 1000000",
+        ),
+        (json.dumps({"queries": ["a", "é" * 8193]}).encode(), 422, "queries[1]: String should have at most 8192 char"),
         (b" " * (MAX_BODY_BYTES + 1), 413, f"longer than {MAX_BODY_BYTES} bytes"),
     ],
 )
@@ -106,6 +112,15 @@ def test_bad_requests_get_a_reason(
     assert reason in answer.json()["detail"]
     assert len(answer.content) < 1000
     assert not retriever.asked
+
+
+def test_a_query_of_the_greatest_length_is_searched_and_the_bounds_are_documented(
+    url: str, retriever: ScriptedRetriever
+) -> None:
+    assert post(url, {"queries": ["é" * MAX_QUERY_CHARS], "topk": 1}).json() == {"result": [documents(1)]}
+    documented = (Path(__file__).resolve().parents[2] / "docs/retrieval.md").read_text("utf-8")
+    for bound in (MAX_QUERY_CHARS, MAX_QUERIES, MAX_TOPK):
+        assert f"{bound:,}" in documented.partition("## What a request may hold")[2].partition("## ")[0]
 
 
 def test_a_body_that_is_not_said_to_be_json_is_refused(url: str) -> None:

@@ -120,8 +120,8 @@ build_index.main({["--corpus_path", str(corpus_path), "--save_dir", str(tmp_path
     process.wait()
     done = json.loads(mark.read_text())["done"]
     assert 16 <= done < COUNT
-    data = tmp_path / "embeddings-00001-of-00001.f16"
-    before = data.read_bytes()[: done * 384 * 2]
+    data = tmp_path / "embeddings-00001-of-00001.npy"
+    before = data.read_bytes()[: 128 + done * 384 * 2]
     data.write_bytes(data.read_bytes() + b"torn")  # as if the kill had come within a write
     assert run(corpus_path, tmp_path) == 0
     assert data.read_bytes()[: len(before)] == before
@@ -178,6 +178,20 @@ def test_embeddings_of_another_corpus_or_encoder_are_refused(corpus_path: Path, 
             write_embeddings(corpus, CountingEncoder(shift=1), tmp_path, shard)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("left", [b"", b"\x93NUMPY\x01\x00v", b"x" * 4000])
+def test_a_file_that_is_cut_off_or_damaged_is_made_anew(corpus_path: Path, tmp_path: Path, left: bytes) -> None:
+    corpus = open_corpus(corpus_path)
+    write_embeddings(corpus, CountingEncoder(), tmp_path, Shard())  # type: ignore[arg-type]
+    whole = all_rows(tmp_path)
+    file = tmp_path / "embeddings-00001-of-00001.npy"
+    assert np.load(file).shape == (COUNT, 4)
+    file.write_bytes(left)
+    with pytest.raises(ValueError, match="not complete: run --shard 1/1"):
+        Embeddings(tmp_path)
+    write_embeddings(corpus, CountingEncoder(), tmp_path, Shard())  # type: ignore[arg-type]
+    np.testing.assert_array_equal(all_rows(tmp_path), whole)
+
+
 def test_two_processes_do_not_write_one_shard(corpus_path: Path, tmp_path: Path) -> None:
     shard = Shard()
     with shard.file(tmp_path).open("ab") as file:
@@ -200,7 +214,7 @@ def clustered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vectors = rng.standard_normal((200, 32))[rng.integers(200, size=10_500)] + 0.4 * rng.standard_normal((10_500, 32))
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     file = Shard().file(folder)
-    file.write_bytes(vectors.astype(embeddings.HALF).tobytes())
+    np.save(file, vectors.astype(embeddings.HALF))
     embeddings._mark(file, Origin("0" * 32, 10_500, {}, 32, [0.0] * 32), 10_500, 10_500)
     return folder
 

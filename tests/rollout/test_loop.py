@@ -54,7 +54,7 @@ class Rows:
         self.given = 0
 
     def __call__(self, n):
-        rows = [Row(f"p{self.given + i}") for i in range(n)]
+        rows = [Row(f"p{i}", index=i) for i in range(self.given, self.given + n)]
         self.given += n
         return rows
 
@@ -78,6 +78,7 @@ def test_groups_come_in_the_order_of_the_data():
     rollout = run()
     assert [[s.prompt for s in g] for g in rollout.groups] == [["p0"] * 2, ["p1"] * 2, ["p2"] * 2]
     assert [s.index for s in rollout.samples] == list(range(6))
+    assert [(s.file, s.row) for s in rollout.samples[::2]] == [("train.parquet", row) for row in (0, 1, 2)]
     assert all(s.reward == 1.0 for s in rollout.samples)
 
 
@@ -174,7 +175,7 @@ async def leave(args, sample, sampling_params):
 def test_a_generate_hook_that_fails_is_named_with_its_sample(generate, message):
     with (
         use_rollout_context(RolloutContext(None, None, vocab_size=50)),
-        pytest.raises(RolloutError, match=rf"sample \d+ \(prompt \d+\): hook_error: .*{message}.*Mend the hook"),
+        pytest.raises(RolloutError, match=rf"sample \d+ \(row 0.*\): hook_error: .*{message}.*Mend the hook"),
     ):
         run(generate)
 

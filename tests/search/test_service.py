@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from sleuth.search import SearchError, SearchService, SearchUnavailableError, drain_search_metrics
+from sleuth.search import (
+    QueryError,
+    SearchError,
+    SearchService,
+    SearchUnavailableError,
+    drain_search_metrics,
+    guarded_backend,
+)
 
 
 class Backend:
@@ -145,3 +152,44 @@ def test_an_answer_that_is_no_list_of_passages_is_a_failure(answer: Any) -> None
 
     with pytest.raises(SearchError, match="not a list of passages"):
         run(lambda: SearchService(search, concurrency=1).search("q"))
+
+
+def test_a_refused_query_is_no_failure_of_the_backend():
+    async def refuse_long(query):
+        if len(query) > 5:
+            raise QueryError("too long")
+        return ["Paris"]
+
+    async def ask():
+        service = SearchService(refuse_long, concurrency=2, max_failure_rate=0.0)
+        await service.search("short")
+        for number in range(30):
+            with pytest.raises(QueryError):
+                await service.search(f"a long one {number}")
+
+    drain_search_metrics()
+    asyncio.run(ask())
+    assert drain_search_metrics()["search/refused_query_rate"] == pytest.approx(30 / 31)
+
+
+def test_a_backend_that_refuses_everything_stops_the_run():
+    async def refuse(query):
+        raise QueryError("http://here: status 422: unknown field queries")
+
+    async def ask():
+        service = SearchService(refuse, concurrency=2)
+        for number in range(19):
+            with pytest.raises(QueryError):
+                await service.search(str(number))
+        with pytest.raises(SearchUnavailableError, match=r"all of the first 20 queries were refused.*unknown field"):
+            await service.search("last")
+
+    asyncio.run(ask())
+
+
+def test_a_backend_of_the_users_own_may_refuse_a_query():
+    async def picky(query, topk):
+        raise ValueError("no more than three words")
+
+    with pytest.raises(QueryError, match="no more than three words"):
+        asyncio.run(guarded_backend(picky, "mine", topk=1, timeout=1.0, retries=3)("a"))

@@ -1,0 +1,166 @@
+"""torch_dist checkpoints written and read a few tensors at a time, so that a model need not fit into memory.
+
+The model that describes the checkpoint is on the meta device: its parameters have shapes, and no values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch import Tensor
+from torch.distributed import checkpoint
+
+from sleuth.megatron.checkpoint import _check_shapes
+from sleuth.megatron.model import PolicyModel
+
+PIECE_BYTES = 200_000_000
+"""How much is read from a checkpoint at once."""
+
+_UNREADABLE = (
+    CheckpointingException,
+    checkpoint.CheckpointException,  # no Exception
+    pickle.UnpicklingError,
+    json.JSONDecodeError,
+    EOFError,
+    KeyError,
+    OSError,
+    RuntimeError,
+)
+"""What megatron and torch raise for a checkpoint whose files are missing, cut short or damaged."""
+
+Values = Callable[[torch.nn.Parameter], Tensor]
+"""A parameter's value, of its shape."""
+
+
+class StreamedSave(SaveShardedStrategy):
+    """Writes a meta model's parameters one after another, with the values that `values` gives when their turn comes.
+
+    The files are those that megatron's own strategy writes.
+    """
+
+    def __init__(self, chunks: Sequence[PolicyModel], values: Values) -> None:
+        super().__init__("torch_dist", 1)
+        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        self._parameters = {_storage(parameter): parameter for parameter in parameters}
+        self._values = values
+        self._last: tuple[torch.nn.Parameter, Tensor] | None = None
+
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+        checkpoint.save(
+            mcore_to_pyt_state_dict(by_key),
+            storage_writer=checkpoint.FileSystemWriter(checkpoint_dir),
+            planner=_StreamingPlanner(self._fill),
+        )
+
+    def _fill(self, part: Tensor) -> Tensor:
+        """The values of a part of a parameter, which may be stored in several."""
+        parameter = self._parameters[_storage(part)]
+        if self._last is None or self._last[0] is not parameter:
+            self._last = None  # let go of it first
+            self._last = parameter, self._values(parameter).to(parameter.dtype).contiguous()
+        return self._last[1].flatten()[part.storage_offset() :][: part.numel()].view(part.shape)
+
+
+class _StreamingPlanner(MCoreSavePlanner):
+    def __init__(self, fill: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._fill = fill
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return self._fill(object) if isinstance(object, Tensor) else super().transform_object(write_item, object)
+
+
+class StreamedLoad:
+    """Called with a meta model's parameter, gives its values in the checkpoint `found`, of the parameter's dtype.
+
+    Parameters are best asked for in the model's order: some are read at once. ValueError if the checkpoint is of
+    another model, or cannot be read.
+    """
+
+    def __init__(self, chunks: Sequence[PolicyModel], found: Path) -> None:
+        self._found = found
+        self._waiting: dict[int, tuple[torch.nn.Parameter, Any]] = {}
+        self._read: dict[int, Tensor] = {}
+        for chunk in chunks:
+            state = chunk.sharded_state_dict()
+            with self._readable():
+                _check_shapes(state, found)
+            self._waiting |= {id(p): (p, state[name]) for name, p in chunk.named_parameters()}
+
+    def __call__(self, parameter: torch.nn.Parameter) -> Tensor:
+        if id(parameter) not in self._read:
+            self._read_from(parameter)
+        return self._read.pop(id(parameter))
+
+    def _read_from(self, parameter: torch.nn.Parameter) -> None:
+        """Read this parameter and those after it, as far as a piece goes."""
+        keys = list(self._waiting)
+        wanted: list[ShardedTensor] = []
+        size = 0
+        for key in keys[keys.index(id(parameter)) :]:
+            parameter, stored = self._waiting[key]
+            if wanted and size + parameter.nbytes > PIECE_BYTES:
+                break
+            self._read[key] = torch.empty(parameter.shape, dtype=parameter.dtype)
+            wanted += _parts(stored, self._read[key])
+            size += parameter.nbytes
+            del self._waiting[key]
+        with self._readable():  # into the tensors that `wanted` shows
+            named = {str(number): part for number, part in enumerate(wanted)}
+            dist_checkpointing.load(named, self._found, validate_access_integrity=False)
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except _UNREADABLE as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            raise ValueError(
+                f"the checkpoint in {self._found} cannot be read: {reason}; its files are damaged or not all there"
+            ) from error
+
+
+def _parts(stored: ShardedTensor | ShardedTensorFactory, values: Tensor) -> list[ShardedTensor]:
+    """What a checkpoint holds of a parameter, as views of its `values`.
+
+    The layer's number is an axis of what is stored. Megatron reads a tensor with such an axis only with all layers.
+    """
+    stored.data = values
+    built = stored.build() if isinstance(stored, ShardedTensorFactory) else stored
+    parts = [built] if isinstance(built, ShardedTensor) else list(nested_values(built))
+    return [
+        dataclasses.replace(
+            part,
+            data=part.data[(None,) * part.prepend_axis_num],
+            local_shape=(1,) * part.prepend_axis_num + tuple(part.local_shape),
+            prepend_axis_num=0,
+        )
+        for part in parts
+    ]
+
+
+def _storage(tensor: Tensor) -> int:
+    """The same for all views of a tensor, also of one without values."""
+    return int(tensor.untyped_storage()._cdata)
