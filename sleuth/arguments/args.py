@@ -10,6 +10,7 @@ from pydantic import ValidationInfo, model_validator
 
 from sleuth.arguments.all_flags import AllFlags
 from sleuth.arguments.checks import find_problems
+from sleuth.arguments.sglang_flags import options_to_yaml
 
 
 class Args(AllFlags):
@@ -31,8 +32,9 @@ class Args(AllFlags):
         values = self.to_dict()
         del values["custom_config_path"]
         custom = values.pop("custom_config", {})  # there, null is a value of its own
+        options = options_to_yaml(values.pop("sglang_options", {}))
         flags = {key: value for key, value in values.items() if value is not None}
-        return yaml.safe_dump({**flags, **custom}, sort_keys=False)
+        return yaml.safe_dump({**flags, **options, **custom}, sort_keys=False)
 
     def write(self, path: Path | str) -> None:
         """Write `to_yaml()` to `path`."""

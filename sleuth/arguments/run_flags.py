@@ -256,7 +256,7 @@ class EvalArgs(Group):
 
 
 class EngineArgs(Group):
-    """SGLang engines"""
+    """SGLang engines; beside these, --sglang-NAME takes any option NAME of SGLang's server, which checks it"""
 
     sglang_mem_fraction_static: PositiveFraction = Field(
         0.7, description="Share of a GPU's memory that an engine uses for weights and KV cache."
@@ -265,6 +265,9 @@ class EngineArgs(Group):
         None, description="Tokens that an engine's KV cache holds [what fits; 65536 on a CPU]."
     )
     sglang_dtype: DType | None = Field(None, description="Precision of the engines [that of --dtype].")
+    sglang_options: dict[str, list[str]] = Field(
+        default_factory=dict, exclude_if=lambda value: not value, description="Words of SGLang's own options, by name."
+    )
 
 
 class HookArgs(Group):

@@ -240,7 +240,10 @@ class NumericsArgs(Group):
         description="Compute attention's softmax in float32. Always so; the flag is accepted for Megatron's scripts.",
     )
     attention_backend: Literal["auto", "flash", "fused", "unfused"] = Field(
-        "auto", description="Attention kernels of TransformerEngine; no effect where it is not installed."
+        "auto",
+        description="Attention kernels where TransformerEngine is installed: auto takes the fastest there is; flash is "
+        "flash-attn, and cuDNN's where none is installed that it accepts; fused is cuDNN's. Without TransformerEngine "
+        "there is one, torch's own.",
     )
 
 

@@ -8,7 +8,9 @@ log-probabilities rather than logits (see `logprobs.py`).
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +47,8 @@ from sleuth.megatron import device
 from sleuth.megatron.attention import PackedAttention, PackedRow, rotary_angles, rotary_frequencies
 from sleuth.megatron.logprobs import HeadOptions, token_statistics
 from sleuth.megatron.parallel import Layout
+
+logger = logging.getLogger(__name__)
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Megatron's router asks for this name, which its import defines only beside TransformerEngine.
@@ -119,13 +123,35 @@ def resolve_dtype(name: str) -> torch.dtype:
     return torch.float32 if name == "float32" else torch.bfloat16
 
 
+def attention_backend(name: str) -> AttnBackend:
+    """--attention-backend -> the kernels that TransformerEngine is to use; without it the choice means nothing.
+
+    For `flash` megatron switches all others off, and the first forward pass fails where there is no flash-attn that
+    TransformerEngine accepts. cuDNN's fused attention, the same algorithm, then takes its place.
+    """
+    if not transformer_engine_available():
+        return AttnBackend.auto
+    if name == "flash" and not _flash_attn_accepted():
+        logger.warning(
+            "--attention-backend flash: TransformerEngine accepts no flash-attn that is installed; taking fused (cuDNN)"
+        )
+        return AttnBackend.fused
+    return AttnBackend[name]
+
+
+def _flash_attn_accepted() -> bool:
+    attention = "transformer_engine.pytorch.attention.dot_product_attention"
+    importlib.import_module(f"{attention}.backends")  # it looks for flash-attn, and notes which it accepts
+    found = importlib.import_module(f"{attention}.utils").FlashAttentionUtils
+    return found.is_installed or found.v3_is_installed
+
+
 def transformer_config(args: ModelSettings, shape: ModelShape) -> TransformerConfig:
     """Megatron's config for `shape` as `args` train it. The ranks are laid out already."""
-    backend = AttnBackend[args.attention_backend] if transformer_engine_available() else AttnBackend.auto
     return plain_config(
         shape,
         resolve_dtype(args.dtype),
-        attention_backend=backend,
+        attention_backend=attention_backend(args.attention_backend),
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
