@@ -197,7 +197,7 @@ def engine_of(args: TryArgs) -> Iterator[str | None]:
     from sleuth.cluster.placement import Device
 
     sys.stderr.write("starting an engine (half a minute or more)\n")
-    config = replace(engine_config(args, args.run_dir, 0, Device(0, HOST, None)), log_path=None)
+    config = replace(engine_config(args, args.run_dir, 0, [Device(0, HOST, None)]), log_path=None)
     with EngineServer(config) as server:
         yield server.url
 
