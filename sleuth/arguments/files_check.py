@@ -113,9 +113,13 @@ def _resuming_problems(args: Args) -> Iterator[str]:
         found = find_checkpoint(args.load)
     except ValueError:
         return  # told already
-    if found is None or not read_description(found):
-        return  # of something else's making: the trainer will see
-    if problem := resuming_problem(found, distributed=args.use_distributed_optimizer):
+    try:
+        if found is None or not read_description(found):
+            return  # of something else's making: the trainer will see
+        problem = resuming_problem(found, distributed=args.use_distributed_optimizer)
+    except ValueError as error:
+        problem = f"--load: {error}"
+    if problem:
         yield problem
 
 
