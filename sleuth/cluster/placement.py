@@ -125,8 +125,8 @@ def _reserve(count: int, on_gpu: bool, wanted: str) -> PlacementGroup:
         remove_placement_group(group)
         raise RuntimeError(
             f"expected {count} free {'GPUs' if on_gpu else 'CPU slots'} within {PLACEMENT_TIMEOUT_SECONDS:.0f} s "
-            f"({wanted}); the cluster has {ray.available_resources()}. Lower --actor-num-gpus-per-node or --rollout-num-gpus, "
-            "or add nodes"
+            f"({wanted}); the cluster has {ray.available_resources()}. Lower --actor-num-gpus-per-node or "
+            "--rollout-num-gpus, or add nodes"
         ) from None
     return group
 
