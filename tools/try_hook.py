@@ -38,7 +38,7 @@ from sleuth.arguments import Args, Group, check_files, check_tokenizer, parse_ar
 from sleuth.cluster.preflight import ask_services, with_hook_settings, with_model
 from sleuth.data import PromptRow, load_rows
 from sleuth.data_path import DataPath
-from sleuth.engine.server import HOST, EngineServer, EngineStartError
+from sleuth.engine.server import EngineServer, EngineStartError
 from sleuth.hooks import (
     Engine,
     FailSample,
@@ -194,10 +194,9 @@ def engine_of(args: TryArgs) -> Iterator[str | None]:
         yield args.engine_url
         return
     from sleuth.cluster.engines import engine_config  # imports Ray, which a script does without
-    from sleuth.cluster.placement import Device
 
     sys.stderr.write("starting an engine (half a minute or more)\n")
-    config = replace(engine_config(args, args.run_dir, 0, [Device(0, HOST, None)]), log_path=None)
+    config = replace(engine_config(args, args.run_dir, 0, devices=()), log_path=None)
     with EngineServer(config) as server:
         yield server.url
 

@@ -107,7 +107,7 @@ def lent_memory(args: Args) -> tuple[str, ...] | None:
 
 
 def engine_config(args: Args, run_dir: Path, index: int, devices: Sequence[Device]) -> EngineConfig:
-    """The configuration of engine `index`, which runs on `devices`."""
+    """The configuration of engine `index`, which runs on `devices`; without any it takes what the machine shows."""
     return EngineConfig(
         model_path=args.hf_checkpoint,
         seed=args.seed + index,

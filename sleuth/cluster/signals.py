@@ -1,4 +1,4 @@
-"""Makes SIGINT and SIGTERM end a run in the same way: once, with all that it started, and never half-way through a save."""
+"""Makes SIGINT and SIGTERM end a run in the same way: once, with all that it started, never half-way through a save."""
 
 from __future__ import annotations
 
