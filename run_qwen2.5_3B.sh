@@ -194,8 +194,8 @@ clean_up() {
     local status=$?
     trap - EXIT INT TERM
     if [[ -n "$submit_pid" ]] && kill "$submit_pid" 2>/dev/null; then
-        echo "stopping the job" >&2
-        timeout 60 "$PYTHON" -m ray.scripts.scripts job stop "$submission_id" >/dev/null 2>&1 || true
+        echo "stopping the job; it saves its last whole step first" >&2
+        timeout 150 "$PYTHON" -m ray.scripts.scripts job stop "$submission_id" >/dev/null 2>&1 || true
     fi
     if [[ -n "$ray_pid" ]]; then
         kill "$ray_pid" 2>/dev/null || true
@@ -272,6 +272,7 @@ fi
 RUNTIME_ENV="$("$PYTHON" - "$PYTHONPATH" <<'END'
 import json, sys
 variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_CUMEM_ENABLE": "0", "PYTHONPATH": sys.argv[1]}
+variables["RAY_JOB_STOP_WAIT_TIME_S"] = "120"  # a stopped job may save for 60 s; Ray would kill it after 3
 print(json.dumps({"env_vars": variables}))
 END
 )"

@@ -2,9 +2,9 @@
 
     python -m sleuth.plan <the flags of train.py> [--gpu-memory-gb 80] [--require-files]
 
-Validates the flags, the model's shape and the hooks, then prints placement, parallel layout, batch
-arithmetic and memory. Exits with 2 and the list of problems when something cannot work. The memory
-figures are estimates to choose a layout by; each formula stands in the docstring of its function.
+It validates the flags, the model's shape and the hooks, then prints placement, parallel layout, batch
+arithmetic and memory. If something cannot work, it lists the problems and exits with 2. The memory
+figures are estimates for choosing a layout; each function's docstring states its formula.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class PlanOptions(Group):
 
     gpu_memory_gb: PositiveFloat = Field(80.0, description="Memory of one GPU, in 10^9 bytes.")
     available_gpus: PositiveInt | None = Field(
-        None, description="GPUs that there are; a run that needs more is refused."
+        None, description="GPUs of the cluster; a run that needs more is refused [not checked]."
     )
-    require_files: bool = Field(False, description="Missing files are errors, not notes.")
+    require_files: bool = Field(False, description="Files of the run that are missing here are errors, not notes.")
 
 
 class PlanArgs(PlanOptions, Args):
-    """The flags of a run, and those of its plan."""
+    """The flags of a run and those of the plan."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ class MemoryPlan:
 
     @property
     def resident(self) -> float:
-        """What the trainer holds while the engines generate."""
+        """Bytes that the trainer holds while the engines generate."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache of one engine holds."""
+        """How many tokens the KV cache of one engine holds."""
         return max(0, int((self.engine_pool - self.engine_weights) / self.kv_per_token))
 
 
 def num_parameters(args: Args) -> int:
-    """Parameters of the model.
+    """The number of parameters of the model.
 
     Embedding V h (twice if untied); each layer: queries and output 2 h H c, keys and values 2 h G c, gated
     feed-forward 3 h f, two norms 2 h, query/key/value biases (H + 2 G) c, query/key norms 2 c; a last norm h.
@@ -92,7 +92,7 @@ def num_parameters(args: Args) -> int:
 
 
 def expert_parameters(args: Args) -> int:
-    """Parameters of the experts of all layers together, part of `num_parameters`; 0 for a dense model."""
+    """How many of the `num_parameters` belong to experts, in all layers together; 0 for a dense model."""
     if not args.num_experts:
         return 0
     layers, hidden, width = _sizes(args, "num_layers", "hidden_size", "moe_ffn_hidden_size")
@@ -106,7 +106,7 @@ def _sizes(args: Args, *names: str) -> list[int]:
 
 
 def tokens_per_micro_batch(args: Args, context: int) -> int:
-    """Tokens of one forward pass on one GPU, at most; `context` is the longest trajectory."""
+    """The most tokens of one forward pass on one GPU; `context` is the length of the longest trajectory."""
     if args.use_dynamic_batch_size:
         return max(args.max_tokens_per_gpu, context // args.context_parallel_size)
     return args.micro_batch_size * context // args.context_parallel_size
@@ -139,7 +139,7 @@ def memory_plan(args: Args, gpu_memory: float, context: int) -> MemoryPlan:
 
 
 def _parameters_per_gpu(args: Args) -> tuple[float, float]:
-    """Parameters that a GPU of the trainer holds, and of how many it keeps the optimizer's state."""
+    """How many parameters a GPU of the trainer holds, and for how many it keeps the optimizer's state."""
     experts = expert_parameters(args)
     expert_parallel = args.expert_model_parallel_size * args.expert_tensor_parallel_size
     held = sharded = 0.0
@@ -179,7 +179,7 @@ def micro_batches(args: Args, tokens_per_sample: int) -> int:
 
 
 def shape_source(args: Args) -> str:
-    """Where the model's shape comes from."""
+    """A phrase that says where the model's shape comes from."""
     if (Path(args.hf_checkpoint) / "config.json").is_file():
         return f"{args.hf_checkpoint}/config.json"
     known = known_model(args.hf_checkpoint)
@@ -197,7 +197,7 @@ def check_gpus(args: PlanArgs) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the plan; 0 if it can work, else 2."""
+    """Print the plan. Returns 0 if the run can work, else 2."""
     console = Console(width=120, soft_wrap=True, highlight=False)
     notes: list[str] = []
     try:
@@ -284,7 +284,7 @@ def _memory(args: PlanArgs) -> Iterator[tuple[str, str]]:
 
 
 def _notes(args: PlanArgs) -> Iterator[str]:
-    """What does not stop a plan, but would stop or hurt the run."""
+    """Notes on what does not stop the plan, but would stop or hurt the run."""
     plan = memory_plan(args, args.gpu_memory_gb * GB, args.rollout_max_context_len or 0)
     lagging = args.colocate and args.update_weights_interval > 1
     needed = plan.trainer + (plan.engine_weights if lagging else 0)

@@ -251,11 +251,10 @@ def report(outcomes: Sequence[Outcome], trial: Trial) -> None:
             console.print(Text(user_traceback(outcome.error), style="red"), soft_wrap=True)
     usable = [outcome.sample for outcome in outcomes if outcome.sample.status not in UNUSABLE]
     rewards = [sample.reward for sample in usable if sample.reward is not None]
-    mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
+    mean = f", mean reward: {sum(rewards) / len(rewards):.3f}" if rewards else ""
     unscored = " (no --custom-rm-path: nothing is scored)" if trial.args.custom_rm_path == NO_REWARD else ""
-    lines = [f"{len(outcomes)} trajectories, {len(outcomes) - len(usable)} failed{mean}{unscored}"]
-    lines += [f"{name}: {value:g}" for name, value in drain_step_metrics().items()]
-    for line in lines:
+    counted = ", ".join(f"{name} {value:.3g}" for name, value in drain_step_metrics().items() if value)
+    for line in (f"trajectories: {len(outcomes)}, failed: {len(outcomes) - len(usable)}{mean}{unscored}", counted):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 

@@ -1,4 +1,4 @@
-"""`Args`: the whole configuration of a run, resolved once, frozen, printed and saved."""
+"""`Args`: the whole configuration of a run. It is resolved once, frozen, printed and saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sleuth.arguments.sglang_flags import options_to_yaml
 
 
 class Args(AllFlags):
-    """Every setting of a run; see the groups for the fields."""
+    """Every setting of a run; the groups in `run_flags.py` and `train_flags.py` list the fields."""
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> Self:
@@ -24,11 +24,11 @@ class Args(AllFlags):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """All values, as JSON can hold them. No secret is among them: keys come from the environment."""
+        """All values in types that JSON has. They contain no secrets: keys come from the environment."""
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:
-        """All values in a form that `--custom-config-path` reads back."""
+        """All values as YAML that `--custom-config-path` reads back."""
         values = self.to_dict()
         del values["custom_config_path"]
         custom = values.pop("custom_config", {})  # there, null is a value of its own

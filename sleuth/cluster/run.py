@@ -49,7 +49,7 @@ class Run:
         that. Where it cannot, or a rank fails, nothing is saved any more: the weights may be those of half a step.
         """
         state = self.rollout.state_dict()
-        with self._held(f"step {step} is trained to its end, to be saved"):
+        with self._held(f"finishing the training of step {step}, to save it"):
             self._whole = False
             metrics |= self.trainer.train(data.shards)
             self.progress.done, self._rollout_state, self._whole = step, state, True
@@ -57,7 +57,7 @@ class Run:
     def save(self) -> None:
         """Save the steps that are done under --save."""
         done = self.progress.done
-        with self._held(f"step {done} is saved in {self.args.save}"):
+        with self._held(f"saving step {done} in {self.args.save}"):
             self.trainer.save(done, self._rollout_state)
             self.progress.saved, self.progress.folder = done, self.args.save
 
