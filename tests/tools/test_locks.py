@@ -7,10 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "setup_gpu.sh"
@@ -70,6 +74,25 @@ def test_what_works_together_on_a_cpu_is_what_gpus_get(python: str) -> None:
         assert locked[name] == on_cpu[name], name
     assert locked["megatron-core"] == {"3.11": on_cpu["megatron-core"], "3.12": "0.19.2"}[python]
     assert locked["torch-memory-saver"], "engines lend their memory by it"
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_a_gpu_environment_has_what_the_package_requires(python: str) -> None:
+    locked = {canonicalize_name(name): version for name, version in pins(f"gpu-{python}.txt").items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [project["optional-dependencies"][name] for name in ("gpu-engine", "retriever", "trackers")]
+    for text in (*project["dependencies"], *chain(*extras)):
+        required = Requirement(text)
+        assert required.specifier.contains(locked[canonicalize_name(required.name)]), text
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_a_retriever_environment_has_what_the_server_requires(python: str) -> None:
+    locked = {canonicalize_name(name): version for name, version in pins(f"retriever-gpu-{python}.txt").items()}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for required in map(Requirement, extras["retriever"]):
+        if required.name != "faiss-cpu":  # its place is taken
+            assert required.specifier.contains(locked[canonicalize_name(required.name)]), str(required)
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
