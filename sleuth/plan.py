@@ -47,7 +47,7 @@ class PlanArgs(PlanOptions, Args):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes per GPU. The engine's share is held while it generates; activations and logits while the trainer works."""
+    """Bytes per GPU. The engine uses its share while it generates; activations and logits are held in training."""
 
     weights: float
     gradients: float
