@@ -68,9 +68,15 @@ def find_checkpoint(folder: Path, iteration: int | None = None) -> Path | None:
 
 
 def read_description(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself; {} if it was written by something else."""
+    """What a checkpoint says of itself; {} if it was written by something else. ValueError if it cannot be read."""
     path = checkpoint / DESCRIPTION
-    description: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        description: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(
+            f"expected a JSON object in {path}, found something else ({error}); copy the checkpoint again, or name "
+            "another one"
+        ) from error
     return description
 
 
@@ -94,7 +100,7 @@ def resuming_problem(checkpoint: Path, *, distributed: bool) -> str | None:
             f"expected a training checkpoint in --load {checkpoint}, found weights without optimizer state; "
             "pass it as --ref-load, or add --finetune, to start a new run from it"
         )
-    if description["distributed_optimizer"] != distributed:
+    if description.get("distributed_optimizer", distributed) != distributed:
         return (
             f"--use-distributed-optimizer is {distributed}, but the checkpoint in {checkpoint} was saved with "
             f"{not distributed}; give the flag as it was then"

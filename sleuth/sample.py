@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Real
 from typing import Any, Literal
 
 
@@ -243,7 +244,7 @@ class Sample:
         logged trajectory. Reporting a name again replaces its value.
         """
         for name, value in values.items():
-            is_number = isinstance(value, int | float)
+            is_number = isinstance(value, Real)  # numpy's are, too
             (self.rollout_metrics if is_number else self.notes)[name] = float(value) if is_number else value
 
     def set_reward(self, result: float | Mapping[str, float]) -> None:

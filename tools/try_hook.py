@@ -254,7 +254,9 @@ def report(outcomes: Sequence[Outcome], trial: Trial) -> None:
     mean = f", mean reward: {sum(rewards) / len(rewards):.3f}" if rewards else ""
     unscored = " (no --custom-rm-path: nothing is scored)" if trial.args.custom_rm_path == NO_REWARD else ""
     counted = ", ".join(f"{name} {value:.3g}" for name, value in drain_step_metrics().items() if value)
-    for line in (f"trajectories: {len(outcomes)}, failed: {len(outcomes) - len(usable)}{mean}{unscored}", counted):
+    for line in filter(
+        None, (f"trajectories: {len(outcomes)}, failed: {len(outcomes) - len(usable)}{mean}{unscored}", counted)
+    ):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 

@@ -31,7 +31,7 @@ class Args(AllFlags):
         """All values as YAML that `--custom-config-path` reads back."""
         values = self.to_dict()
         del values["custom_config_path"]
-        custom = values.pop("custom_config", {})  # there, null is a value of its own
+        custom = values.pop("custom_config", {})  # in a section, null is a value
         options = options_to_yaml(values.pop("sglang_options", {}))
         flags = {key: value for key, value in values.items() if value is not None}
         return yaml.safe_dump({**flags, **options, **custom}, sort_keys=False)

@@ -1,7 +1,7 @@
-"""From a command line and YAML files to validated settings.
+"""Turns a command line and YAML files into validated settings.
 
 The argparse parser is generated from the fields of the groups. It only splits the command line: all
-values stay text until pydantic validates the merged whole, so that there is one kind of error.
+values stay text until pydantic validates the merged whole, so that all errors look alike.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from sleuth.arguments.sglang_flags import PREFIX, clashes, is_option, option_fro
 NOT_FLAGS = {"custom_config", "sglang_options"}
 
 REPEATABLE = {"custom_config_path"}
-"""Lists to which a flag adds that is given a second time; elsewhere the last one counts."""
+"""List flags that add to the list when they are given again; for all other flags the last one counts."""
 
 CLOSE = 0.65
-"""How alike a flag must be to be suggested, from 0 to 1: far-fetched suggestions mislead."""
+"""How similar a flag must be to be suggested, from 0 to 1: far-fetched suggestions mislead."""
 
 GroupT = TypeVar("GroupT", bound=Group)
 
 
 class ArgumentsError(ValueError):
-    """The command line or a configuration file is wrong; the message lists every problem, one a line."""
+    """The command line or a configuration file is wrong; the message lists every problem on a line of its own."""
 
 
 def parse_args(argv: Sequence[str] | None = None, *, model: type[GroupT] = Args) -> GroupT:  # type: ignore[assignment]
-    """Settings from `argv` [sys.argv], then `--custom-config-path`, then defaults.
+    """Settings from `argv` [sys.argv]; what it leaves out comes from `--custom-config-path`, then from defaults.
 
     `model` may be any class composed of groups, for tools that need only a part of the flags.
     Raises ArgumentsError (a ValueError) naming each wrong flag; `--help` exits.
@@ -148,7 +148,7 @@ def _show(value: Any) -> str:
 
 
 def _from_files(paths: Sequence[str], model: type[Group]) -> tuple[dict[str, Any], list[FileEntry]]:
-    """The flags in YAML files, a later file over an earlier one, and every other entry: hooks may declare it."""
+    """The flags in YAML files (a later file outranks an earlier one), and all other entries, which hooks may own."""
     values: dict[str, Any] = {}
     others: list[FileEntry] = []
     problems: list[str] = []

@@ -1,6 +1,6 @@
-"""A run's engines, each in a Ray actor, spoken to as one: start, memory, death, end.
+"""All engines of a run, each in a Ray actor, behind one object: starts them, lends their memory, reports deaths, ends.
 
-Not for their weights (`sleuth.cluster.sync`) nor for what they generate (`sleuth.cluster.rollout_group`).
+Their weights come from `sleuth.cluster.sync`; `sleuth.cluster.rollout_group` has them generate.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ENGINE_ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "0"}
 
 
 class EngineDiedError(RuntimeError):
-    """An engine ended, or stopped to answer, in the middle of a run."""
+    """An engine ended or stopped answering in the middle of a run."""
 
 
 class Engines:
-    """The actors of all engines; they start at once. A supervised run has none, and every method then does nothing."""
+    """The actors of all engines, which start at the same time. Without any (supervised run) the methods do nothing."""
 
     def __init__(self, args: Args, run_dir: Path, placement: Placement) -> None:
         self.args = args
@@ -49,12 +49,12 @@ class Engines:
         self._starting = [actor.start.remote() for actor in self._actors]
 
     def wait_until_ready(self) -> list[str]:
-        """The engines' urls. Raises what an engine raised that did not start."""
+        """Wait for all engines; returns their URLs. If an engine does not start, its error is raised."""
         return ray.get(self._starting)
 
     @contextmanager
     def deaths_explained(self) -> Iterator[None]:
-        """Where something within fails because an engine is dead, say that instead of what followed from it."""
+        """If the block fails because an engine is dead, raise EngineDiedError in place of the error that followed."""
         try:
             yield
         except ray.exceptions.RayError as error:
@@ -69,10 +69,10 @@ class Engines:
 
     @contextmanager
     def memory_lent(self) -> Iterator[None]:
-        """Within, the devices' memory is the trainer's, where both share them (on a CPU memory is not scarce).
+        """Give the trainer the memory of shared GPUs for the block (on a CPU, where memory is not scarce, do nothing).
 
-        After an error the engines get it back as well, and the error is what is told, whatever comes of that.
-        An interruption ends the run, and the engines with it: they get nothing back.
+        After an error in the block the engines get their memory back, too, and that error is raised even if this fails.
+        An interruption (KeyboardInterrupt) ends the run and its engines, so they get nothing back.
         """
         if not (self.args.colocate and self._on_gpu):
             yield
@@ -93,7 +93,7 @@ class Engines:
         ray.get([actor.resume_memory.remote(parts) for actor in self._actors])
 
     def stop(self) -> None:
-        """Stop the engines; what does not stop in time dies with its actor."""
+        """Stop the engines; an engine that does not stop in time is killed with its actor."""
         try:
             timeout = STOP_TIMEOUT_SECONDS_ON_GPU if self._on_gpu else STOP_TIMEOUT_SECONDS
             ray.get([actor.stop.remote() for actor in self._actors], timeout=timeout)
@@ -102,12 +102,12 @@ class Engines:
 
 
 def lent_memory(args: Args) -> tuple[str, ...] | None:
-    """What engines give to the trainer; None: all. Weights that are given are lost, so only before every sync."""
+    """The kinds of memory that engines lend to the trainer; None: all. Lent weights are lost and need a new sync."""
     return None if args.update_weights_interval == 1 else ("kv_cache", "cuda_graph")
 
 
 def engine_config(args: Args, run_dir: Path, index: int, devices: Sequence[Device]) -> EngineConfig:
-    """How engine `index` is started, on `devices`; without any it takes what the machine shows."""
+    """The configuration of engine `index`, which runs on `devices`; without any it takes what the machine shows."""
     return EngineConfig(
         model_path=args.hf_checkpoint,
         seed=args.seed + index,

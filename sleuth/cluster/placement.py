@@ -48,10 +48,10 @@ def ray_session(args: Args) -> Iterator[None]:
     if address:
         ray.init(address=address, log_to_driver=True)
     else:
-        # Slots, not cores: a laptop may hold more ranks than cores, and they take turns.
+        # These are slots, not cores: a laptop may have fewer cores than ranks, which then take turns.
         slots = max(os.cpu_count() or 1, args.total_gpus) + 1
         ray.init(address="local", num_cpus=slots, include_dashboard=False, log_to_driver=True, configure_logging=False)
-    signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts its own in place of the caller's
+    signal.signal(signal.SIGTERM, on_sigterm)  # ray.init replaced the caller's handler
     try:
         yield
     finally:
@@ -59,7 +59,7 @@ def ray_session(args: Args) -> Iterator[None]:
 
 
 def cluster_has_gpus() -> bool:
-    """Whether any node that Ray knows has a GPU; else devices are slots on CPUs."""
+    """Whether any node of the Ray cluster has a GPU; if none has, devices are slots on CPUs."""
     return ray.cluster_resources().get("GPU", 0) > 0
 
 

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Run:
-    """A started run: its two sides, and how far they are."""
+    """A started run: trainer, rollout, and how far they are."""
 
     args: Args
     trainer: TrainGroup
@@ -96,7 +96,7 @@ class Run:
 
 @contextmanager
 def start_run(args: Args, run_dir: Path, interruption: Interruption) -> Iterator[Run]:
-    """Start trainer and engines side by side; stop them, and only them, at the end."""
+    """Start trainer and engines at the same time; at the end of the block stop them, and nothing else."""
     with _rollout_side(args, run_dir) as (placement, rollout):
         trainer = TrainGroup(args, run_dir, placement)
         rollout.wait_until_loaded()
@@ -107,7 +107,7 @@ def start_run(args: Args, run_dir: Path, interruption: Interruption) -> Iterator
 
 @contextmanager
 def start_rollout(args: Args, run_dir: Path) -> Iterator[RolloutGroup]:
-    """Start the engines alone, which keep the weights of `--hf-checkpoint`; stop them at the end."""
+    """Start engines without a trainer, with the weights of `--hf-checkpoint`; stop them at the end of the block."""
     with _rollout_side(args, run_dir) as (_, rollout):
         rollout.wait_until_loaded()
         rollout.wait_until_ready({})
@@ -116,7 +116,7 @@ def start_rollout(args: Args, run_dir: Path) -> Iterator[RolloutGroup]:
 
 @contextmanager
 def _rollout_side(args: Args, run_dir: Path) -> Iterator[tuple[Placement, RolloutGroup]]:
-    """Ray, the devices, and a rollout side that has begun to start."""
+    """Start Ray, reserve the devices, and begin to start the rollout group; stop all of it at the end of the block."""
     with ray_session(args):
         placement = place(args)
         rollout = RolloutGroup(args, run_dir, placement)

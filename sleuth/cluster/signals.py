@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a run in the same way: once, with everything it started, and not amid what must be whole."""
+"""Makes SIGINT and SIGTERM end a run in the same way: once, with all that it started, never half-way through a save."""
 
 from __future__ import annotations
 

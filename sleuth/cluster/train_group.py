@@ -1,4 +1,4 @@
-"""The trainer's ranks as Ray actors, spoken to as one."""
+"""The ranks of the trainer, each a Ray actor, behind one object."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TrainActor:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")  # of the one GPU that it sees
 
     def rendezvous(self) -> tuple[str, int]:
-        """This node's address and a free port, for the process group to meet at."""
+        """The address of this node and a free port, at which the ranks' process group meets."""
         with socket.socket() as sock:
             sock.bind(("", 0))
             return ray.util.get_node_ip_address(), sock.getsockname()[1]
@@ -49,7 +49,7 @@ class TrainActor:
         shard: list[OptimizerStepBatch] = ray.get(shards[self.trainer.data_parallel_rank])
         metrics = self.trainer.train(shard)
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # for the engines, should they share the GPU
+            torch.cuda.empty_cache()  # the engines may share this GPU
         return metrics
 
     def score(self, token_ids: list[int]) -> list[float]:
