@@ -44,7 +44,7 @@ from sleuth.arguments import model_flags
 from sleuth.arguments.files_check import parse_config
 from sleuth.arguments.hf_config import Llama3Scaling, complete_config, rotary_scaling
 from sleuth.megatron import device
-from sleuth.megatron.attention import PackedAttention, PackedRow, rotary_angles, rotary_frequencies
+from sleuth.megatron.attention import PackedAttention, PackedRow, packed_row, rotary_angles, rotary_frequencies
 from sleuth.megatron.logprobs import HeadOptions, token_statistics
 from sleuth.megatron.parallel import Layout
 
@@ -289,11 +289,7 @@ class PolicyModel(GPTModel):
 
     def logits(self, ids: Tensor) -> Tensor:
         """The logits [T, V] of one sequence of ids [T], in a process that holds the whole model."""
-        bounds = torch.tensor([0, len(ids)], dtype=torch.int32, device=ids.device)
-        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-        row = PackedSeqParams(
-            qkv_format="thd", max_seqlen_q=len(ids), max_seqlen_kv=len(ids), **dict.fromkeys(names, bounds)
-        )
+        row = packed_row(torch.tensor([0, len(ids)], dtype=torch.int32, device=ids.device), len(ids))
         hidden = self._hidden(ids[None], torch.arange(len(ids), device=ids.device)[None], row)
         return hidden.squeeze(1) @ self._head().T
 

@@ -26,6 +26,7 @@ import tenacity
 
 from sleuth.hooks.context import Generation, StopRunError
 from sleuth.retries import failure, with_retries
+from sleuth.sample import check_ids
 
 logger = logging.getLogger(__name__)
 
@@ -146,13 +147,7 @@ class EngineClient:
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:
             raise ValueError("expected at least one input id, found none: the engine needs a prompt")
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= self.vocab_size:
-            wrong = low if low < 0 else high
-            raise ValueError(
-                f"expected ids in [0, {self.vocab_size}), the rows of the model's embedding, found {wrong} at position "
-                f"{list(ids).index(wrong)}: is the tokenizer the one of the model?"
-            )
+        check_ids(ids, self.vocab_size, "the request")
 
     async def _request_with_retries(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Send a request, each attempt to the next engine in turn; returns the URL that answered, and its answer."""
