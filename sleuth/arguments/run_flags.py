@@ -160,10 +160,11 @@ class RolloutArgs(Group):
         "to one step less. Weights also go at the start, before an evaluation and at the end. Above 1 "
         "colocated engines keep their weights on the GPU while the trainer works.",
     )
-    update_weights_through: Literal["tensor", "disk"] = Field(
+    update_weights_through: Literal["tensor", "distributed", "disk"] = Field(
         "tensor",
-        description="How weights reach the engines: tensor sends them in requests; disk writes a Hugging Face folder "
-        "under --run-dir, which the engines load: all of their machines must see it.",
+        description="How weights reach the engines: tensor sends them in requests; distributed broadcasts them over a "
+        "process group (NCCL on GPUs), for engines on GPUs of their own; disk writes a Hugging Face folder under "
+        "--run-dir, which the engines load: all of their machines must see it.",
     )
     max_failure_rate: Fraction = Field(
         0.2, description="The run stops when more than this share of a step's samples failed or were aborted."

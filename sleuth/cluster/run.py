@@ -31,6 +31,7 @@ def start_run(args: Args, run_dir: Path) -> Iterator[Run]:
         steps_done, state = trainer.wait_until_ready()
         rollout.wait_until_ready(state)
         yield Run(trainer, rollout, steps_done)
+        trainer.close()  # not after an error: ranks may wait for each other, and all of them end with Ray
 
 
 @contextmanager
