@@ -192,6 +192,7 @@ TIME = (
         "importance_sampling: of the TIS hook in one optimizer step, part of train",
     ),
     Metric("perf/rollout_tokens_per_second", "tokens/s", "tokens that the model generated over the rollout's seconds"),
+    Metric("perf/prefix_cache_share", "share", "tokens sent to the engines that their prefix caches held already"),
     Metric("perf/<name>", "", "other throughput and memory numbers"),
 )
 
