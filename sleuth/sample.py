@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Real
 from typing import Any, Literal
 
 
@@ -144,20 +145,10 @@ class TokenTrace:
                     f"response token {position}: expected mask 1 with a log-probability <= 0, or mask 0 with 0.0, "
                     f"found mask {mask} with {value}"
                 )
-        self._check_ids(vocab_size)
+        check_ids(self.response_ids, vocab_size)
         if not self.segments:
             self.segments.extend(_segments_of(self.loss_mask))
         self._check_segments()
-
-    def _check_ids(self, vocab_size: int | None) -> None:
-        if not self.response_ids or vocab_size is None:
-            return
-        low, high = min(self.response_ids), max(self.response_ids)
-        if low < 0 or high >= vocab_size:
-            raise ValueError(
-                f"expected ids in [0, {vocab_size}), the rows of the model's embedding, found "
-                f"{low if low < 0 else high} in the response; is the tokenizer the one of the model?"
-            )
 
     def _check_segments(self) -> None:
         position = 0
@@ -176,6 +167,22 @@ class TokenTrace:
                 f"expected segments that cover the {len(self.response_ids)} response ids in order, found "
                 f"{[(segment.start, segment.end) for segment in self.segments]}; leave them out to have them made"
             )
+
+
+def check_ids(ids: Sequence[int], vocab_size: int | None, of: str = "the response") -> None:
+    """ValueError for ids (`of` what, the message says) that the model has no embedding of.
+
+    `vocab_size`: how many it has; None if that is not known.
+    """
+    if not ids or vocab_size is None:
+        return
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(
+            f"expected ids in [0, {vocab_size}), the rows of the model's embedding, found {wrong} in {of}, at "
+            f"position {list(ids).index(wrong)}; is the tokenizer the one of the model?"
+        )
 
 
 def _segments_of(loss_mask: Sequence[int]) -> Iterator[Segment]:
@@ -241,7 +248,7 @@ class Sample:
         logged trajectory. Reporting a name again replaces its value.
         """
         for name, value in values.items():
-            is_number = isinstance(value, int | float)
+            is_number = isinstance(value, Real)  # numpy's are, too
             (self.rollout_metrics if is_number else self.notes)[name] = float(value) if is_number else value
 
     def set_reward(self, result: float | Mapping[str, float]) -> None:

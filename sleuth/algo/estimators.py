@@ -12,18 +12,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from sleuth.algo.advantages import group_advantages, step_advantages
 from sleuth.algo.losses import PolicyLoss, bounded, masked, policy_loss, surrogate_loss
+from sleuth.algo.names import Estimator
 from sleuth.algo.sequences import Reduce, sequence_means
-
-Estimator = Literal[
-    "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "importance_sampling"
-]
 
 
 def estimate_advantages(estimator: Estimator, rewards: Tensor, tokens: Tensor, *, normalize_std: bool) -> Tensor:

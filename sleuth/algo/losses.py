@@ -9,12 +9,12 @@ after it: NaN or infinity there reaches neither a loss nor a gradient.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-KLKind = Literal["k1", "k2", "k3", "low_var_kl"]
+from sleuth.algo.names import KLKind
 
 MAX_EXPONENT = 20.0
 """Log ratios are bounded to [-20, 20] nats before `exp`, so that no ratio overflows float32."""

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PAD_ID = 0
-"""Token id at padding; any id of the vocabulary would do, since nothing attends to it and its weight is 0."""
-
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
@@ -121,7 +118,7 @@ def pack(samples: Sequence[TrainSample], *, pad_multiple: int = 1) -> PackedBatc
     starts = (counts.cumsum(0) - counts).tolist()[: len(samples)]
 
     def row(dtype: torch.dtype, values: Sequence[Sequence[float]], offsets: Sequence[int]) -> Tensor:
-        out = torch.zeros(sum(lengths), dtype=dtype)
+        out = torch.zeros(sum(lengths), dtype=dtype)  # id 0 as padding: nothing attends to it, and its weight is 0
         for start, offset, entries in zip(starts, offsets, values, strict=True):
             out[start + offset : start + offset + len(entries)] = torch.tensor(entries, dtype=dtype)
         return out

@@ -6,18 +6,19 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import model_validator
+from pydantic import ValidationInfo, model_validator
 
 from sleuth.arguments.all_flags import AllFlags
 from sleuth.arguments.checks import find_problems
+from sleuth.arguments.sglang_flags import options_to_yaml
 
 
 class Args(AllFlags):
     """Every setting of a run; the groups in `run_flags.py` and `train_flags.py` list the fields."""
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        problems = find_problems(self)
+    def _check(self, info: ValidationInfo) -> Self:
+        problems = find_problems(self, (info.context or {}).get("given", ()))
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -31,8 +32,9 @@ class Args(AllFlags):
         values = self.to_dict()
         del values["custom_config_path"]
         custom = values.pop("custom_config", {})  # in a section, null is a value
+        options = options_to_yaml(values.pop("sglang_options", {}))
         flags = {key: value for key, value in values.items() if value is not None}
-        return yaml.safe_dump({**flags, **custom}, sort_keys=False)
+        return yaml.safe_dump({**flags, **options, **custom}, sort_keys=False)
 
     def write(self, path: Path | str) -> None:
         """Write `to_yaml()` to `path`."""

@@ -24,8 +24,9 @@ from sleuth.arguments.checks import flag
 from sleuth.arguments.neighbours import SAME_AS, UNSUPPORTED
 from sleuth.arguments.run_flags import Group
 from sleuth.arguments.sections import FileEntry, assign_sections
+from sleuth.arguments.sglang_flags import PREFIX, clashes, is_option, option_from_yaml, take_options
 
-NOT_FLAGS = {"custom_config"}
+NOT_FLAGS = {"custom_config", "sglang_options"}
 
 REPEATABLE = {"custom_config_path"}
 """List flags that add to the list when they are given again; for all other flags the last one counts."""
@@ -49,13 +50,17 @@ def parse_args(argv: Sequence[str] | None = None, *, model: type[GroupT] = Args)
     given = _split(model, sys.argv[1:] if argv is None else argv)
     in_files, others = _from_files(given.get("custom_config_path", []), model)
     values = {**in_files, **given}
+    if options := in_files.get("sglang_options", {}) | given.get("sglang_options", {}):
+        values["sglang_options"] = options
+        if problems := list(clashes(options)):
+            raise ArgumentsError(_list_problems(problems))
     if others:
         sections, problems = assign_sections(others, values, given, suggest=lambda key: _unknown(key, model, prefix=""))
         if problems:
             raise ArgumentsError(_list_problems(problems))
         values |= sections
     try:
-        return model(**values)
+        return model.model_validate(values, context={"given": frozenset(given)})
     except ValidationError as error:
         raise ArgumentsError(_list_problems(_sentences(error, model))) from None
 
@@ -75,10 +80,18 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _split(model: type[Group], argv: Sequence[str]) -> dict[str, Any]:
+    options: dict[str, list[str]] = {}
+    if "sglang_options" in model.model_fields:
+        options, argv = take_options(argv, known=_with_sglang_prefix(model))
     known, unknown = build_parser(model).parse_known_args(list(argv))
     if unknown:
         raise ArgumentsError(_list_problems(list(_unknown_sentences(unknown, model))))
-    return vars(known)
+    return vars(known) | ({"sglang_options": options} if options else {})
+
+
+def _with_sglang_prefix(model: type[Group]) -> set[str]:
+    """Names that may look like SGLang's options and are not: fields, and what stands for a flag elsewhere."""
+    return set(model.model_fields) | set(SAME_AS) | set(UNSUPPORTED)
 
 
 def build_parser(model: type[Group] = Args) -> argparse.ArgumentParser:
@@ -148,6 +161,11 @@ def _from_files(paths: Sequence[str], model: type[Group]) -> tuple[dict[str, Any
                 )
             elif name in model.model_fields and name not in NOT_FLAGS:
                 values |= {} if value is None else {name: value}
+            elif "sglang_options" in model.model_fields and is_option(name, _with_sglang_prefix(model)):
+                try:
+                    values.setdefault("sglang_options", {})[name.removeprefix(PREFIX)] = option_from_yaml(key, value)
+                except ValueError as error:
+                    problems.append(f"{path}: {error}")
             elif name in UNSUPPORTED or name in NOT_FLAGS or "custom_config" not in model.model_fields:
                 problems.append(f"{path}: {_unknown(key, model, prefix='')}")
             else:

@@ -76,12 +76,21 @@ class CheckpointArgs(Group):
         None,
         description="Folder of torch_dist checkpoints to resume from; it may be the folder of --save, still empty.",
     )
+    finetune: bool = Field(
+        False,
+        description="Take only the weights of --load: a new run, from step 1 and the data's first row, with a new "
+        "optimizer.",
+    )
     save: Path | None = Field(None, description="Folder for checkpoints; without it nothing is saved.")
     save_interval: PositiveInt = Field(
         20, description="Steps between checkpoints in --save; the last step is always saved."
     )
     save_keep: NonNegativeInt = Field(
         0, description="How many of the latest checkpoints to keep in --save; 0 keeps all."
+    )
+    save_on_exit: bool = Field(
+        True,
+        description="With --save: on ctrl-C or SIGTERM save the last whole step first, within 60 s.",
     )
     run_dir: Path = Field(
         default_factory=_start_time_folder,
@@ -193,10 +202,11 @@ class RolloutArgs(Group):
         "is up to N - 1 steps old, and colocated engines keep their weights on the GPU while the trainer works. "
         "Weights are also sent at the start, before each evaluation and at the end.",
     )
-    update_weights_through: Literal["tensor", "disk"] = Field(
+    update_weights_through: Literal["tensor", "distributed", "disk"] = Field(
         "tensor",
-        description="How weights reach the engines. tensor: in requests; disk: as a Hugging Face folder under "
-        "--run-dir, which the machines of all engines must see.",
+        description="How weights reach the engines. tensor: in requests; distributed: broadcast over a process group "
+        "(NCCL on GPUs), for engines on GPUs of their own; disk: as a Hugging Face folder under --run-dir, which the "
+        "machines of all engines must see.",
     )
     max_failure_rate: Fraction = Field(
         0.2, description="Stop the run when more than this share of a step's samples failed or were aborted."
@@ -247,7 +257,7 @@ class EvalArgs(Group):
 
 
 class EngineArgs(Group):
-    """SGLang engines"""
+    """SGLang engines; beside these, --sglang-NAME takes any option NAME of SGLang's server, which checks it"""
 
     sglang_mem_fraction_static: PositiveFraction = Field(
         0.7, description="Share of a GPU's memory that an engine uses for weights and KV cache."
@@ -256,6 +266,9 @@ class EngineArgs(Group):
         None, description="Tokens that an engine's KV cache holds [what fits; 65536 on a CPU]."
     )
     sglang_dtype: DType | None = Field(None, description="Precision of the engines [that of --dtype].")
+    sglang_options: dict[str, list[str]] = Field(
+        default_factory=dict, exclude_if=lambda value: not value, description="Words of SGLang's own options, by name."
+    )
 
 
 class HookArgs(Group):

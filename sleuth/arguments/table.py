@@ -10,16 +10,21 @@ from rich.table import Table
 
 from sleuth.arguments.args import Args
 from sleuth.arguments.checks import flag
-from sleuth.arguments.parser import groups_of
+from sleuth.arguments.parser import NOT_FLAGS, groups_of
+from sleuth.engine.options import option_flag
 
 
 def config_table(args: Args, *, only_changed: bool = False) -> Renderables:
     """A table of flags and values for each group. Values that were given stand out; `only_changed` shows only these."""
     tables = []
     for group in groups_of(Args):
-        names = [name for name in group.__annotations__ if not only_changed or name in args.model_fields_set]
+        names = [name for name in group.__annotations__ if name not in NOT_FLAGS]
+        names = [name for name in names if not only_changed or name in args.model_fields_set]
         if names:
             tables.append(_group_table((group.__doc__ or "").split(". ")[0].split(" (")[0], names, args))
+    if args.sglang_options:
+        rows = [(option_flag(name), " ".join(words), "bold") for name, words in args.sglang_options.items()]
+        tables.append(_table("Options of SGLang's own", rows))
     for section, values in args.custom_config.items():
         tables.append(_table(f"Settings of the hooks: {section}", [(*row, "") for row in flattened(values)]))
     return Renderables(*tables)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from sleuth.algo.names import Estimator, KLKind
 from sleuth.arguments.run_flags import DType, Fraction, Group
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -20,9 +21,7 @@ class LossArgs(Group):
     loss_type: Literal["policy", "sft"] = Field(
         "policy", description="policy: reinforcement learning from rollouts; sft: supervised training on --prompt-data."
     )
-    advantage_estimator: Literal[
-        "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "importance_sampling"
-    ] = Field(
+    advantage_estimator: Estimator = Field(
         "grpo",
         description="How rewards become advantages, and advantages a loss. grpo: rewards normalised within their "
         "group, clipped ratio of each token; gspo: clipped ratio of the sequence; cispo: bounded ratio as a weight; "
@@ -45,7 +44,7 @@ class LossArgs(Group):
     )
     use_kl_loss: bool = Field(False, description="Add the KL divergence from the reference (--ref-load) to the loss.")
     kl_loss_coef: NonNegativeFloat = Field(0.001, description="Coefficient of the KL loss (--use-kl-loss).")
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field(
+    kl_loss_type: KLKind = Field(
         "low_var_kl",
         description="Estimator of the KL divergence in the KL loss (--use-kl-loss); low_var_kl is k3, clamped.",
     )
@@ -55,7 +54,7 @@ class LossArgs(Group):
         "is reduced by this value times the KL estimate between the policy before the step and the "
         "reference, summed over the sample's trained tokens.",
     )
-    kl_penalty_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field(
+    kl_penalty_type: KLKind = Field(
         "k1",
         description="Estimator of the KL divergence in the reward's KL penalty (--kl-coef); low_var_kl is k3, clamped.",
     )
@@ -240,7 +239,10 @@ class NumericsArgs(Group):
         description="Compute attention's softmax in float32. Always so; the flag is accepted for Megatron's scripts.",
     )
     attention_backend: Literal["auto", "flash", "fused", "unfused"] = Field(
-        "auto", description="Attention kernels of TransformerEngine; no effect where it is not installed."
+        "auto",
+        description="Attention kernels where TransformerEngine is installed: auto takes the fastest there is; flash is "
+        "flash-attn, and cuDNN's where none is installed that it accepts; fused is cuDNN's. Without TransformerEngine "
+        "there is one, torch's own.",
     )
 
 

@@ -6,7 +6,7 @@ Their weights come from `sleuth.cluster.sync`; `sleuth.cluster.rollout_group` ha
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import ray
 from sleuth.arguments import Args
 from sleuth.cluster.placement import Device, Placement
 from sleuth.engine.actor import EngineActor
+from sleuth.engine.options import option_words
 from sleuth.engine.server import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -35,15 +36,16 @@ class Engines:
     def __init__(self, args: Args, run_dir: Path, placement: Placement) -> None:
         self.args = args
         remote: Any = ray.remote(EngineActor)
-        firsts = placement.engines[:: args.rollout_num_gpus_per_engine]
+        size = args.rollout_num_gpus_per_engine
+        shares = [placement.engines[first : first + size] for first in range(0, len(placement.engines), size)]
         self._actors = [
             # Two calls at a time: an engine that still starts can be stopped.
-            remote.options(**placement.options(device, ENGINE_ENVIRONMENT), max_concurrency=2).remote(
-                engine_config(args, run_dir, index, device)
+            remote.options(**placement.options(devices[0], ENGINE_ENVIRONMENT), max_concurrency=2).remote(
+                engine_config(args, run_dir, index, devices)
             )
-            for index, device in enumerate(firsts)
+            for index, devices in enumerate(shares)
         ]
-        self._on_gpu = any(device.gpu_id is not None for device in firsts)
+        self._on_gpu = any(device.gpu_id is not None for device in placement.engines)
         self._starting = [actor.start.remote() for actor in self._actors]
 
     def wait_until_ready(self) -> list[str]:
@@ -104,8 +106,8 @@ def lent_memory(args: Args) -> tuple[str, ...] | None:
     return None if args.update_weights_interval == 1 else ("kv_cache", "cuda_graph")
 
 
-def engine_config(args: Args, run_dir: Path, index: int, device: Device) -> EngineConfig:
-    """The configuration of engine `index`, whose first GPU is that of `device`."""
+def engine_config(args: Args, run_dir: Path, index: int, devices: Sequence[Device]) -> EngineConfig:
+    """The configuration of engine `index`, which runs on `devices`; without any it takes what the machine shows."""
     return EngineConfig(
         model_path=args.hf_checkpoint,
         seed=args.seed + index,
@@ -115,7 +117,8 @@ def engine_config(args: Args, run_dir: Path, index: int, device: Device) -> Engi
         max_total_tokens=args.sglang_max_total_tokens,
         max_running_requests=args.rollout_max_concurrency,
         tensor_parallel_size=args.rollout_num_gpus_per_engine,
-        base_gpu_id=device.gpu_id or 0,
+        gpu_ids=tuple(device.gpu_id for device in devices if device.gpu_id is not None),
         mem_fraction_static=args.sglang_mem_fraction_static,
         enable_memory_saver=args.colocate,
+        extra_args=option_words(args.sglang_options),
     )

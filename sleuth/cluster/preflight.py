@@ -37,6 +37,8 @@ def preflight(args: ArgsT, *, planning: bool = False, warn: Callable[[str], None
     if missing and not planning:
         raise ArgumentsError(missing)
     args = with_model(args, planning=planning)
+    if args.sglang_options:
+        check_sglang_options(args, planning=planning, warn=warn)
     if missing:
         warn(missing)
     else:
@@ -96,6 +98,18 @@ def with_model(args: ArgsT, *, planning: bool = False) -> ArgsT:
             f"to plan with; found {args.hf_checkpoint}"
         )
     return fit_to_model(args, known.shape, known.context, known.script)
+
+
+def check_sglang_options(args: Args, *, planning: bool, warn: Callable[[str], None]) -> None:
+    """ValueError for options that SGLang's server does not take; a plan may be made where there is no SGLang."""
+    from sleuth.engine.option_check import NoSglangError, check_options  # imports torch
+
+    try:
+        check_options(args.sglang_options)
+    except NoSglangError as error:
+        if not planning:
+            raise
+        warn(str(error))
 
 
 def ask_services(args: Args, modules: Sequence[ModuleType]) -> str | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -17,15 +18,25 @@ from sleuth.algo.optimizer_steps import OptimizerStepBatch
 from sleuth.arguments import Args
 from sleuth.cluster.logs import configure_logging
 from sleuth.cluster.placement import Placement
+from sleuth.engine.devices import check_granted
+
+if TYPE_CHECKING:
+    from sleuth.weight_sync.distributed import BroadcastGroup
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_SECONDS = 30.0
 
 
 class TrainActor:
     """One rank of the Megatron trainer."""
 
-    def __init__(self, args: Args, run_dir: Path, rank: int, world_size: int, gpu_id: int | None) -> None:
+    def __init__(self, args: Args, run_dir: Path, rank: int, world_size: int, gpu_id: str | None) -> None:
         configure_logging(run_dir, f"trainer_{rank}")
         self.args, self.run_dir, self.rank = args, run_dir, rank
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(gpu_id or 0))
+        self.gpu_ids = [] if gpu_id is None else [gpu_id]
+        self._broadcast: BroadcastGroup | None = None
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")  # of the one GPU that it sees
 
     def rendezvous(self) -> tuple[str, int]:
         """The address of this node and a free port, at which the ranks' process group meets."""
@@ -35,6 +46,7 @@ class TrainActor:
 
     def start(self, address: str, port: int) -> tuple[int, dict[str, Any]]:
         """Build or load model and optimizer; return the steps done so far and the rollout's state."""
+        check_granted(self.gpu_ids)
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
         from sleuth.megatron.trainer import Trainer  # needs RANK and the like in the environment
 
@@ -54,15 +66,34 @@ class TrainActor:
 
     def push_weights(self, engine_urls: list[str], version: str) -> None:
         """Gather the weights (all ranks) and send them to every engine (rank 0)."""
-        from sleuth.weight_sync.tensor import push_weights
+        from sleuth.megatron.weights import hf_names
+        from sleuth.weight_sync.buckets import expect_names
 
         weights = self.trainer.hf_weights()
-        if self.rank > 0:  # the gathers are collective: every rank takes part to the end
+        try:
+            if self.rank == 0:
+                self._send(engine_urls, expect_names(weights, hf_names(self.trainer.shape)), version)
+        finally:  # the gathers are collective: every rank takes part to the end
             deque(weights, maxlen=0)
-        elif self.args.update_weights_through == "disk":
+
+    def _send(self, engine_urls: list[str], weights: Iterator[tuple[str, Tensor]], version: str) -> None:
+        from sleuth.weight_sync.tensor import push_weights
+
+        if self.args.update_weights_through == "disk":
             self._push_by_disk(engine_urls, weights, version)
+        elif self.args.update_weights_through == "distributed":
+            self._push_by_broadcast(engine_urls, weights, version)
         else:
             push_weights(engine_urls, weights, version, tensor_parallel_size=self.args.rollout_num_gpus_per_engine)
+
+    def _push_by_broadcast(self, engine_urls: list[str], weights: Iterator[tuple[str, Tensor]], version: str) -> None:
+        """Over a process group that is made before the first update and kept for the run."""
+        from sleuth.weight_sync.distributed import BroadcastGroup
+
+        if self._broadcast is None:
+            ranks = self.args.rollout_num_gpus_per_engine if torch.cuda.is_available() else 1
+            self._broadcast = BroadcastGroup(engine_urls, tensor_parallel_size=ranks)
+        self._broadcast.push(weights, version)
 
     def _push_by_disk(self, engine_urls: list[str], weights: Iterator[tuple[str, Tensor]], version: str) -> None:
         from sleuth.megatron.convert import write_hf_folder
@@ -78,6 +109,11 @@ class TrainActor:
 
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
         self.trainer.save(step, rollout_state)
+
+    def close(self) -> None:
+        """Leave the process group with the engines, where there is one."""
+        if self._broadcast is not None:
+            self._broadcast.close()
 
 
 class TrainGroup:
@@ -112,3 +148,10 @@ class TrainGroup:
 
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
         ray.get([actor.save.remote(step, rollout_state) for actor in self._actors])
+
+    def close(self) -> None:
+        """Let the ranks take leave of the engines; what does not answer in time is left to its end."""
+        try:
+            ray.get([actor.close.remote() for actor in self._actors], timeout=CLOSE_TIMEOUT_SECONDS)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("a trainer rank did not close: %s", error)

@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 import requests
 
+from sleuth.engine.devices import as_numbers, visible_devices
 from sleuth.engine.process_group import group_members, kill_group, shared_memory_files
 from sleuth.loopback import direct_session, without_proxy
 
@@ -53,7 +54,7 @@ class EngineStartError(RuntimeError):
 class EngineConfig:
     """How to start one server.
 
-    On a machine without CUDA the server runs on the CPU and ignores `tensor_parallel_size`, `base_gpu_id`,
+    On a machine without CUDA the server runs on the CPU and ignores `tensor_parallel_size`, `gpu_ids`,
     `mem_fraction_static` and `enable_memory_saver`.
     """
 
@@ -72,8 +73,8 @@ class EngineConfig:
     cpu_threads: int = 1
     """OMP_NUM_THREADS. With a tiny model more threads are many times slower."""
     tensor_parallel_size: int = 1
-    base_gpu_id: int = 0
-    """The physical number of the first GPU."""
+    gpu_ids: tuple[str, ...] = ()
+    """The GPUs that it sees and uses: numbers, UUIDs or one MIG id, as in CUDA_VISIBLE_DEVICES; none: all."""
     mem_fraction_static: float | None = None
     """The share of a GPU's memory for weights and KV cache."""
     enable_memory_saver: bool = False
@@ -285,10 +286,11 @@ def server_args(config: EngineConfig, port: int, on_gpu: bool) -> list[str]:
     if on_gpu:
         args |= {
             "--tp-size": config.tensor_parallel_size,
-            "--base-gpu-id": config.base_gpu_id,
             "--mem-fraction-static": config.mem_fraction_static,
         }
         flags += ["--enable-memory-saver"] if config.enable_memory_saver else []
+        if len(config.gpu_ids) > 1 and as_numbers(config.gpu_ids) is None:
+            flags += ["--disable-custom-all-reduce"]  # it reads CUDA_VISIBLE_DEVICES, and takes only numbers there
     else:
         args |= {
             "--device": "cpu",
@@ -309,6 +311,8 @@ def server_environment(config: EngineConfig, folder: Path, on_gpu: bool) -> dict
     environment |= without_proxy(environment)  # it asks itself whether it is up
     if on_gpu:
         environment["NCCL_CUMEM_ENABLE"] = "0"  # memory that NCCL maps itself cannot be released
+        if config.gpu_ids:
+            environment |= visible_devices(as_numbers(config.gpu_ids) or config.gpu_ids)
         if config.enable_memory_saver and "expandable_segments" in environment.get("PYTORCH_CUDA_ALLOC_CONF", ""):
             del environment["PYTORCH_CUDA_ALLOC_CONF"]  # the trainer may want them; the memory saver cannot work so
     else:

@@ -35,6 +35,17 @@ class PackedRow(PackedSeqParams):
     rotary: tuple[Tensor, Tensor] | None = None
 
 
+def packed_row(bounds: Tensor, longest: int) -> PackedSeqParams:
+    """Megatron's description of a row: where each sequence begins and the last one ends, int32 [sequences + 1].
+
+    `longest` is the length of the longest sequence in tokens, padding included.
+    """
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    return PackedSeqParams(
+        qkv_format="thd", max_seqlen_q=longest, max_seqlen_kv=longest, **dict.fromkeys(names, bounds)
+    )
+
+
 def rotary_frequencies(
     width: int, base: float, scaling: Llama3Scaling | None = None, device: torch.device | None = None
 ) -> Tensor:

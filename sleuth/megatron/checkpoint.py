@@ -12,7 +12,7 @@ import json
 import logging
 import queue
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,7 @@ from sleuth.paths import follow_umask
 
 logger = logging.getLogger(__name__)
 
-_DESCRIPTION, _ROLLOUT_STATE = "sleuth.json", "rollout_state.json"
-_EXTRA_STATE = "._extra_state"
+_ROLLOUT_STATE, _EXTRA_STATE = "rollout_state.json", "._extra_state"
 _FORMAT = 1
 
 
@@ -100,9 +99,7 @@ class Checkpoints:
     def save(self, folder: Path, step: int, rollout_state: dict[str, Any], *, keep: int = 0) -> Path:
         """Save as the newest checkpoint of `folder`, then delete all but the latest `keep` (0: keep all). Collective.
 
-        Returns the checkpoint's folder.
-
-        Raises OSError, with the previous checkpoints intact, when the disk is full.
+        Returns the checkpoint's folder. Raises OSError, with the previous checkpoints intact, when the disk is full.
         """
         unfinished = checkpoints.unfinished_folder(folder, step)
         self._on_first_rank(lambda: self._prepare(folder, unfinished))
@@ -122,7 +119,9 @@ class Checkpoints:
         found = checkpoints.find_checkpoint(folder)
         if found is None:
             return None
-        description = self._check(found)
+        if problem := checkpoints.resuming_problem(found, distributed=self._distributed):
+            raise ValueError(problem)
+        description = checkpoints.read_description(found)
         metadata = _sharding_metadata()
         model_state = _without_extra_state(_model_state(self.chunks, metadata))
         optimizer_state = self.optimizer.sharded_state_dict(model_state, loading=True, metadata=metadata)
@@ -132,22 +131,6 @@ class Checkpoints:
         self.optimizer.load_state_dict(state["optimizer"], description["optimizer_steps"])
         _restore_random_state(found, description)
         return description["step"], json.loads((found / _ROLLOUT_STATE).read_text())
-
-    def _check(self, found: Path) -> dict[str, Any]:
-        """The checkpoint's description (sleuth.json); ValueError if training cannot resume from it as configured."""
-        path = found / _DESCRIPTION
-        description = json.loads(path.read_text()) if path.is_file() else {"optimizer_steps": None}
-        if description["optimizer_steps"] is None:
-            raise ValueError(
-                f"expected a training checkpoint in --load {found}, found weights without optimizer state; "
-                "pass it as --ref-load to start a new run from it"
-            )
-        if description["distributed_optimizer"] != self._distributed:
-            raise ValueError(
-                f"--use-distributed-optimizer is {self._distributed}, but the checkpoint in {found} was saved with "
-                f"{not self._distributed}; give the flag as it was then"
-            )
-        return description
 
     def _write(self, unfinished: Path, step: int, rollout_state: dict[str, Any]) -> None:
         metadata = _sharding_metadata()
@@ -195,7 +178,7 @@ class Checkpoints:
             )
 
     @staticmethod
-    def _on_first_rank(action: Any) -> None:
+    def _on_first_rank(action: Callable[[], object]) -> None:
         """Run `action` on rank 0; an error in it is raised on every rank."""
         error: Exception | None = None
         if dist.get_rank() == 0:
@@ -251,14 +234,14 @@ def _sharding_metadata() -> dict[str, Any]:
 def _load_into(state: dict[str, Any], found: Path, model_state: dict[str, dict[str, Any]]) -> None:
     """Read the checkpoint `found` into `state`; ValueError if it does not fit the model, described by `model_state`."""
     for chunk in model_state.values():
-        _check_shapes(chunk, found)
+        check_shapes(chunk, found)
     try:
         state.update(dist_checkpointing.load(state, str(found)))
     except (CheckpointingException, CheckpointException, KeyError, RuntimeError) as error:
         raise ValueError(f"the checkpoint in {found} does not fit this model or configuration: {error}") from error
 
 
-def _check_shapes(chunk: dict[str, Any], found: Path) -> None:
+def check_shapes(chunk: dict[str, Any], found: Path) -> None:
     """Raise ValueError, which names the tensor, if the checkpoint lacks one or holds it in another shape."""
     stored = dist_checkpointing.load_tensors_metadata(str(found))
     for wanted in chunk.values():
@@ -303,6 +286,6 @@ def _restore_random_state(found: Path, description: dict[str, Any]) -> None:
 
 
 def _finish(unfinished: Path, description: dict[str, Any], rollout_state: dict[str, Any]) -> None:
-    (unfinished / _DESCRIPTION).write_text(json.dumps(description, indent=1))
+    (unfinished / checkpoints.DESCRIPTION).write_text(json.dumps(description, indent=1))
     (unfinished / _ROLLOUT_STATE).write_text(json.dumps(rollout_state))
     follow_umask(unfinished)

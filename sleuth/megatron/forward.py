@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from sleuth.algo.context_parallel import zigzag_index
 from sleuth.algo.optimizer_steps import OptimizerStepBatch, PackedBatch, pack
 from sleuth.megatron import device, parallel
+from sleuth.megatron.attention import packed_row
 from sleuth.megatron.logprobs import HeadOptions
 from sleuth.sample import TrainSample
 
@@ -86,19 +86,6 @@ class MicroBatch:
         row[self.selected] = values
         return parallel.gather_context(row, self.packed.lengths)
 
-    def packed_seq_params(self) -> PackedSeqParams:
-        bounds = self.packed.cu_seqlens.to(device.local_device())
-        longest = max(self.packed.lengths)
-        return PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
-            cu_seqlens_q_padded=bounds,
-            cu_seqlens_kv_padded=bounds,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
-
 
 def finalize_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Sum gradients over ranks; leaves out the token count, by which megatron would divide."""
@@ -118,10 +105,11 @@ def run_model(
 
     def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = next(iterator)
+        bounds = batch.packed.cu_seqlens.to(device.local_device())
         output = model(
             batch.local.input_ids[None],
             batch.local.position_ids[None],
-            packed_seq_params=batch.packed_seq_params(),
+            packed_seq_params=packed_row(bounds, max(batch.packed.lengths)),
             selected=batch.selected,
             targets=batch.of_selected(batch.local.targets),
             options=options,

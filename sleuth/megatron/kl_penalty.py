@@ -17,8 +17,9 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from sleuth.algo.estimators import Estimator, estimate_advantages
-from sleuth.algo.losses import KLKind, kl_estimate
+from sleuth.algo.estimators import estimate_advantages
+from sleuth.algo.losses import kl_estimate
+from sleuth.algo.names import Estimator, KLKind
 from sleuth.algo.sequences import sequence_sums
 from sleuth.megatron import parallel
 from sleuth.megatron.forward import MicroBatch

@@ -8,7 +8,9 @@ log-probabilities rather than logits (see `logprobs.py`).
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,9 +44,11 @@ from sleuth.arguments import model_flags
 from sleuth.arguments.files_check import parse_config
 from sleuth.arguments.hf_config import Llama3Scaling, complete_config, rotary_scaling
 from sleuth.megatron import device
-from sleuth.megatron.attention import PackedAttention, PackedRow, rotary_angles, rotary_frequencies
+from sleuth.megatron.attention import PackedAttention, PackedRow, packed_row, rotary_angles, rotary_frequencies
 from sleuth.megatron.logprobs import HeadOptions, token_statistics
 from sleuth.megatron.parallel import Layout
+
+logger = logging.getLogger(__name__)
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Megatron's router uses this name, which it imports only if TransformerEngine is installed.
@@ -119,13 +123,35 @@ def resolve_dtype(name: str) -> torch.dtype:
     return torch.float32 if name == "float32" else torch.bfloat16
 
 
+def attention_backend(name: str) -> AttnBackend:
+    """--attention-backend -> the kernels that TransformerEngine is to use; without it the choice means nothing.
+
+    For `flash` megatron switches all others off, and the first forward pass fails where there is no flash-attn that
+    TransformerEngine accepts. cuDNN's fused attention, the same algorithm, then takes its place.
+    """
+    if not transformer_engine_available():
+        return AttnBackend.auto
+    if name == "flash" and not _flash_attn_accepted():
+        logger.warning(
+            "--attention-backend flash: TransformerEngine accepts no flash-attn that is installed; taking fused (cuDNN)"
+        )
+        return AttnBackend.fused
+    return AttnBackend[name]
+
+
+def _flash_attn_accepted() -> bool:
+    attention = "transformer_engine.pytorch.attention.dot_product_attention"
+    importlib.import_module(f"{attention}.backends")  # it looks for flash-attn, and notes which it accepts
+    found = importlib.import_module(f"{attention}.utils").FlashAttentionUtils
+    return found.is_installed or found.v3_is_installed
+
+
 def transformer_config(args: ModelSettings, shape: ModelShape) -> TransformerConfig:
     """Megatron's config for training a model of `shape` by `args`. Call it after `parallel.initialize`."""
-    backend = AttnBackend[args.attention_backend] if transformer_engine_available() else AttnBackend.auto
     return plain_config(
         shape,
         resolve_dtype(args.dtype),
-        attention_backend=backend,
+        attention_backend=attention_backend(args.attention_backend),
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
@@ -263,11 +289,7 @@ class PolicyModel(GPTModel):
 
     def logits(self, ids: Tensor) -> Tensor:
         """The logits [T, V] of one sequence of ids [T], in a process that holds the whole model."""
-        bounds = torch.tensor([0, len(ids)], dtype=torch.int32, device=ids.device)
-        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-        row = PackedSeqParams(
-            qkv_format="thd", max_seqlen_q=len(ids), max_seqlen_kv=len(ids), **dict.fromkeys(names, bounds)
-        )
+        row = packed_row(torch.tensor([0, len(ids)], dtype=torch.int32, device=ids.device), len(ids))
         hidden = self._hidden(ids[None], torch.arange(len(ids), device=ids.device)[None], row)
         return hidden.squeeze(1) @ self._head().T
 

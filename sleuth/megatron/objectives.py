@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sleuth.algo.estimators import Estimator, estimator_loss
-from sleuth.algo.losses import KLKind, kl_estimate, truncated_importance_weights, weighted_sum
+from sleuth.algo.estimators import estimator_loss
+from sleuth.algo.losses import kl_estimate, truncated_importance_weights, weighted_sum
+from sleuth.algo.names import Estimator, KLKind
 from sleuth.algo.sequences import sample_mean_weights
 from sleuth.hooks import load_hook
 from sleuth.megatron import parallel

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from sleuth.arguments import Args
 from sleuth.hooks import FailSample, StopRunError, accepts_evaluation, load_hook, rollout_context, single_turn
+from sleuth.rollout.routing import one_trajectory
 from sleuth.sample import Sample, SampleStatus, StopReason
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ class HookRunner:
         extra = {"evaluation": evaluation} if self._takes_evaluation else {}
         try:
             async with self._call("generate", sample):
-                returned = await self.hooks.generate(self.args, sample, dict(params), **extra)
+                with one_trajectory():
+                    returned = await self.hooks.generate(self.args, sample, dict(params), **extra)
                 sample = _checked(returned)
             if sample.status not in UNUSABLE:
                 async with self._call("reward", sample):
@@ -96,10 +98,13 @@ class HookRunner:
         try:
             async with limit:
                 yield
-        except StopRunError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise self._failure(kind, sample, error, timed_out=limit.expired()) from None
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and call.task is not None and call.task.cancelling():
+                raise  # the rollout ends; else the hook awaited something that others cancelled
+            cause = _cause(error)
+            if isinstance(cause, StopRunError):
+                raise cause from None
+            raise self._failure(kind, sample, cause, timed_out=limit.expired()) from None
         finally:
             del self._calls[id(call)]
 
@@ -115,7 +120,8 @@ class HookRunner:
         if isinstance(error, FailSample):
             return _HookFailedError(error.reason, f"{where}: {error}")
         reason = StopReason.HOOK_ERROR if kind == "generate" else StopReason.REWARD_ERROR
-        return _HookFailedError(reason, f"{where}: {type(error).__name__}: {error}{_place(error)}")
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")  # some errors say nothing
+        return _HookFailedError(reason, f"{where}: {text}{_place(error)}")
 
     async def watch(self) -> None:
         """Run until cancelled; log a line whenever nothing has finished for a while."""
@@ -145,12 +151,23 @@ class _HookFailedError(Exception):
         self.reason = reason
 
 
+def _cause(error: BaseException) -> BaseException:
+    """The error itself; of a group, as an asyncio.TaskGroup in a hook raises it, what says most of its members."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    causes = [_cause(inner) for inner in error.exceptions]
+    told = [cause for kind in (StopRunError, FailSample) for cause in causes if isinstance(cause, kind)]
+    return (told or causes)[0]
+
+
 def _checked(returned: Any) -> Sample:
     """Return what a generate hook returned if it is a finished sample with a valid trace; else raise ValueError."""
     if not isinstance(returned, Sample):
         raise ValueError(f"expected the finished Sample, found {type(returned).__name__}; end with `return sample`")
     if returned.status is SampleStatus.PENDING:
         raise ValueError("expected a finished sample, found one that is still PENDING; call sample.finish(...)")
+    if returned.stop_reason is None:
+        raise ValueError("expected a finished sample, found one without a reason; call sample.finish(...)")
     if returned.status not in UNUSABLE:
         returned.trace.check(_vocab_size())
     return returned

@@ -40,8 +40,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pandas as pd
 
 if not __package__:  # run as a script: make the project importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -316,7 +315,7 @@ def to_row(question: Question, index: int, side: str) -> dict[str, Any]:
 
 
 def write_parquet(questions: Sequence[Question], path: Path, side: str) -> None:
-    pq.write_table(pa.Table.from_pylist([to_row(q, i, side) for i, q in enumerate(questions)]), path)
+    pd.DataFrame([to_row(q, i, side) for i, q in enumerate(questions)]).to_parquet(path, index=False)
 
 
 def write_corpus(articles: Sequence[Article], path: Path) -> None:
