@@ -16,7 +16,8 @@ from pathlib import Path
 from pydantic import Field, NonNegativeInt, PositiveFloat
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a script: make the project importable
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sleuth.arguments import Group, parse_args_or_exit
 from sleuth.arguments.run_flags import DType

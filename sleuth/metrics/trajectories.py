@@ -16,11 +16,12 @@ from transformers import PreTrainedTokenizerBase
 
 from sleuth.metrics.jsonl import finite
 from sleuth.sample import Sample, Segment
+from sleuth.tokens import decode
 
 logger = logging.getLogger(__name__)
 
 SECONDS = "_seconds"
-"""How the names of metrics end that are times."""
+"""A metric whose name ends so is a time."""
 
 
 def write_trajectories(
@@ -86,7 +87,7 @@ def trajectory_record(
         "weight_version": sample.weight_version,
         "label": _plain(sample.label),
         "notes": _plain(sample.notes),
-        "prompt": _decode(sample.trace.prompt_ids, tokenizer),
+        "prompt": decode(sample.trace.prompt_ids, tokenizer),
         "segments": [_segment_record(sample, segment, tokenizer) for segment in sample.trace.segments],
         "prompt_ids": list(sample.trace.prompt_ids),
         "response_ids": list(sample.trace.response_ids),
@@ -104,13 +105,8 @@ def _segment_record(sample: Sample, segment: Segment, tokenizer: PreTrainedToken
         "tokens": segment.end - segment.start,
         "trained_tokens": trained,
         "mean_log_prob": None if mean_log_prob is None else round(mean_log_prob, 4),
-        "text": _decode(sample.trace.response_ids[span], tokenizer),
+        "text": decode(sample.trace.response_ids[span], tokenizer),
     }
-
-
-def _decode(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of token ids as the model sees it, with special tokens and spaces."""
-    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _plain(value: Any) -> Any:
@@ -183,10 +179,10 @@ def numbers(record: dict[str, Any]) -> list[tuple[str, str]]:
     times = {name: value for name, value in record["rollout_metrics"].items() if name.endswith(SECONDS)}
     counts = {name: value for name, value in record["rollout_metrics"].items() if name not in times}
     found = [("Reward", f"{_number(record['reward'])} ({_list(record['reward_components']) or 'no components'})")]
-    found += [("Counts", _list(counts))] if counts else []
-    found += (
-        [("Times in seconds", _list({name.removesuffix(SECONDS): t for name, t in times.items()}))] if times else []
-    )
+    if counts:
+        found.append(("Counts", _list(counts)))
+    if times:
+        found.append(("Times in seconds", _list({name.removesuffix(SECONDS): t for name, t in times.items()})))
     return found
 
 

@@ -152,7 +152,7 @@ class _HookFailedError(Exception):
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The error itself; of a group, as an asyncio.TaskGroup in a hook raises it, what says most of its members."""
+    """The error itself, or the most telling one of a group, such as an asyncio.TaskGroup in a hook raises."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     causes = [_cause(inner) for inner in error.exceptions]
