@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,7 +107,7 @@ class TokenTrace:
         """
         if len(ids) != len(log_probs):
             raise ValueError(f"expected one log-probability a token, found {len(log_probs)} for {len(ids)} tokens")
-        if log_probs and not (math.isfinite(sum(log_probs)) and max(log_probs) <= MAX_LOG_PROB):
+        if len(log_probs) and not (math.isfinite(sum(log_probs)) and max(log_probs) <= MAX_LOG_PROB):
             for position, value in enumerate(log_probs):
                 if not -math.inf < value <= MAX_LOG_PROB:
                     raise ValueError(f"expected log-probabilities <= 0, found {value} at token {position} of a turn")
@@ -117,12 +118,12 @@ class TokenTrace:
         self._append(source, ids, 0, [0.0] * len(ids))
 
     def _append(self, source: Source, ids: Sequence[int], mask: int, log_probs: Sequence[float]) -> None:
-        if not ids:
+        if len(ids) == 0:
             return
         start = len(self.response_ids)
-        self.response_ids.extend(ids)
+        self.response_ids.extend(map(operator.index, ids))  # numpy's and torch's numbers are none that JSON knows
         self.loss_mask.extend([mask] * len(ids))
-        self.log_probs.extend(log_probs)
+        self.log_probs.extend(map(float, log_probs))
         self.segments.append(Segment(source, start, len(self.response_ids)))
 
     def check(self, vocab_size: int | None = None) -> None:
@@ -171,6 +172,11 @@ class TokenTrace:
 
 def check_ids(ids: Sequence[int], vocab_size: int | None) -> None:
     """ValueError for response ids that the model has no embedding of; None: how many it has is not known."""
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise ValueError(
+                f"expected whole numbers (int) as ids, found {token!r:.40} ({type(token).__name__}) in the response"
+            )
     if not ids or vocab_size is None:
         return
     low, high = min(ids), max(ids)
