@@ -77,7 +77,7 @@ def trajectory_record(
         "file": sample.file,
         "row": sample.row,
         "evaluation": evaluation,
-        "data_source": sample.metadata.get("data_source"),
+        "data_source": _converted(sample.metadata.get("data_source")) if isinstance(sample.metadata, dict) else None,
         "status": str(sample.status),
         "stop_reason": str(sample.stop_reason) if sample.stop_reason else None,
         "error": sample.error,
@@ -86,7 +86,7 @@ def trajectory_record(
         "rollout_metrics": {name: finite(value) for name, value in sample.rollout_metrics.items()},
         "weight_version": sample.weight_version,
         "label": _plain(sample.label),
-        "notes": _plain(sample.notes),
+        "notes": {str(name): _plain(value) for name, value in sample.notes.items()},
         "prompt": decode(sample.trace.prompt_ids, tokenizer),
         "segments": [_segment_record(sample, segment, tokenizer) for segment in sample.trace.segments],
         "prompt_ids": list(sample.trace.prompt_ids),
@@ -110,15 +110,25 @@ def _segment_record(sample: Sample, segment: Segment, tokenizer: PreTrainedToken
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can hold it: numpy arrays become lists, and other types that JSON lacks become their text."""
+    """A value as JSON can hold it: numpy arrays become lists, and other types that JSON lacks become their text.
+
+    What nests too deeply, or in itself, and what has no text becomes the name of its type: a log stops no run.
+    """
+    try:
+        return _converted(value)
+    except Exception:
+        return f"({type(value).__name__})"
+
+
+def _converted(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _plain(member) for key, member in value.items()}
+        return {str(key): _converted(member) for key, member in value.items()}
     if isinstance(value, str | int | float | None):
         return value if not isinstance(value, float) else finite(value)
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return _converted(value.tolist())
     if isinstance(value, list | tuple):
-        return [_plain(member) for member in value]
+        return [_converted(member) for member in value]
     return str(value)
 
 
