@@ -110,6 +110,7 @@ class SearchSettings(
     return_logprob: Literal[True]
     max_observation_tokens: int = Field(500, ge=16)
     max_invalid_actions: int = Field(2, ge=0)  # corrected; one more ends the trajectory
+    trajectory_timeout: float | None = Field(None, gt=0)  # seconds
     search_timeout: float = Field(60.0, gt=0)  # seconds an attempt
     search_retries: int = Field(9, ge=0)  # waits of 36 to 72 s in all: a restarted server is back by then
     search_cache_size: int = Field(0, ge=0)  # results kept
@@ -203,7 +204,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
     Raises ValueError for settings that are wrong, SearchUnavailableError when the search backend is down.
     """
     settings = SearchSettings.of(args)
-    conversation = Conversation(args, sample, sampling_params, stop=STOP)
+    conversation = Conversation(args, sample, sampling_params, stop=STOP, timeout=settings.trajectory_timeout)
     sample.report(searches=0, invalid_actions=0, observation_length=0, search_seconds=0.0)
     counts = sample.rollout_metrics
     opening = think_opened_by_prompt(sample.trace.prompt_ids, conversation.tokenizer)
@@ -219,7 +220,10 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
         if action == "search":
             start = time.perf_counter()
             try:
-                passages = await search(args, content)
+                found = await conversation.wait_for(search(args, content))
+                if found is None:
+                    break  # its time is over
+                passages = found
             except QueryError:  # of the model's making, as a wrong tag is
                 action, correction = None, REFUSED
             except SearchError as error:

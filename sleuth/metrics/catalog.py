@@ -64,6 +64,7 @@ ROLLOUT = (
     ),
     Metric("rollout/searches", "searches", "mean searches of a trajectory"),
     Metric("rollout/turns", "turns", "mean generations of a trajectory"),
+    Metric("rollout/tool_calls", "calls", "mean tool calls of a trajectory, wrong ones included (tool protocol)"),
     Metric("rollout/invalid_actions", "actions", "mean invalid actions of a trajectory"),
     Metric("rollout/observation_length", "tokens", "mean tokens of passages in a trajectory"),
     Metric("rollout/generation_seconds", "s", "mean time that a trajectory waits for the engine"),
