@@ -19,6 +19,7 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -107,8 +108,9 @@ def check_args(args: Any) -> None:
     """ValueError if these hooks could not run with these arguments; called before anything starts."""
     settings = ToolSettings.of(args)
     generate_with_search.check_args(args)
-    if path := getattr(args, "hf_checkpoint", None):
-        _template(args, settings, AutoTokenizer.from_pretrained(path)).check()
+    folder = getattr(args, "hf_checkpoint", None)
+    if folder and Path(folder).is_dir():  # a plan may be for another machine
+        _template(args, settings, AutoTokenizer.from_pretrained(folder)).check()
 
 
 def _template(args: Any, settings: ToolSettings, tokenizer: PreTrainedTokenizerBase) -> ToolTemplate:

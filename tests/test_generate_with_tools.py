@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 import generate_with_tools
 from generate_with_search import generate as generate_with_tags
 from generate_with_tools import PRESETS, TOOLS, ToolSettings, answer_line_reward, generate, reward_func
-from sleuth.hooks import Generation, Sample, SampleStatus, StopReason, TokenTrace
+from sleuth.hooks import Conversation, Generation, Sample, SampleStatus, StopReason, TokenTrace
 from sleuth.hooks.context import RolloutContext, use_rollout_context
+from sleuth.hooks.settings import resolve_sections, settings_of
 from sleuth.hooks.testing import ScriptedEngine, converse
 from sleuth.search import Passage, QueryError, SearchError
 from sleuth.search.items import format_items
@@ -292,17 +294,41 @@ def test_a_slow_search_takes_no_longer_by_tags() -> None:
     assert sample.stop_reason == StopReason.TRAJECTORY_TIMEOUT
 
 
+def test_an_environments_own_timeout_is_its_own() -> None:
+    async def too_slow() -> None:
+        raise TimeoutError("the environment's")
+
+    async def run(timeout: float | None) -> None:
+        conversation = Conversation(hook_args(), Sample(0, 0, "", TokenTrace([5])), {}, timeout=timeout)
+        await conversation.wait_for(too_slow())
+
+    with use_rollout_context(RolloutContext(SlowEngine(), tokenizer_of("qwen2.5"))):
+        for timeout in (None, 60.0):
+            with pytest.raises(TimeoutError, match="the environment's"):
+                asyncio.run(run(timeout))
+
+
 # --- Before a run ---
 
 
-def test_check_args(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = SimpleNamespace(**vars(hook_args()), hf_checkpoint="a model")
+def test_a_template_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    args = SimpleNamespace(**vars(hook_args()), hf_checkpoint=str(tmp_path))
     tokenizer = tokenizer_of.__wrapped__("qwen2.5")
-    monkeypatch.setattr(generate_with_tools.AutoTokenizer, "from_pretrained", lambda path: tokenizer)
+    tokenizer.save_pretrained(tmp_path)
     generate_with_tools.check_args(args)
     tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="ignores tools"):
         generate_with_tools.check_args(args)
+    args.hf_checkpoint = str(tmp_path / "on another machine")
+    generate_with_tools.check_args(args)
+
+
+def test_the_hook_declares_both_sections() -> None:
+    declared = {cls.section: cls for cls in settings_of(generate_with_tools)}
+    assert declared.keys() == {"search_r1", "search_tools"}
+    assert "search_backend" in declared["search_r1"].flags
+    assert resolve_sections(hook_args(preset="webagent"), declared.values())["search_tools"]["max_turns"] == 6
 
 
 # --- Rewards ---

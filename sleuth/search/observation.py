@@ -85,7 +85,8 @@ def format_observation(passages: Sequence[Any], tokenizer: PreTrainedTokenizerBa
 
 def _clip(text: str, characters: int) -> str:
     """The text's first characters, back to the last whole word where the script has words."""
-    return text if len(text) <= characters else _cut_at_word(text, max(characters, 0))
+    characters = max(characters, 0)
+    return text if len(text) <= characters else _cut_at_word(text, characters)
 
 
 @lru_cache(maxsize=1024)
