@@ -21,9 +21,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from transformers import PreTrainedTokenizerBase
 
+from deepseek_search import DeepSeekSettings
 from google_search_server import GoogleSettings
 from local_search_server import START_SERVER, LocalSettings
 from qa_em_format import iter_actions, parse_golden_answers, score_response
+from searxng_search import SearxngSettings
 from sleuth.hooks import (
     Conversation,
     Sample,
@@ -45,14 +47,22 @@ from sleuth.search import (
     guarded_backend,
     shared_service,
 )
+from sleuth.search.web import WebSettings, read_env_file
+from wikipedia_search import WikipediaSettings
+from zhihu_search import ZhihuSettings
 
 SEARCH_R1_CONFIGS: dict[str, Any] = {
     "max_turns": 2,  # search rounds; one more generation follows, for the answer
     "topk": 3,  # passages per search
     "search_concurrency": 256,
-    "search_backend": "local",  # local, google, or your own: "module.function" of async def search(query, topk)
+    # local, google, wikipedia, deepseek, zhihu, searxng, or "module.function" of your async def search(query, topk)
+    "search_backend": "local",
     "local": {"search_url": "http://127.0.0.1:8000/retrieve", "proxy": None},
     "google": {"api_key": "env:SERPER_API_KEY", "snippet_only": True, "proxy": None},  # the key's name, never the key
+    "wikipedia": {"language": "en", "concurrency": 3, "timeout": 15.0},  # WIKIPEDIA_CONTACT=you@example.org
+    "deepseek": {"concurrency": 16, "timeout": 60.0},  # DEEPSEEK_API_KEY
+    "zhihu": {"concurrency": 1, "timeout": 15.0},  # ZHIHU_SEARCH_KEYS=a,b,c
+    "searxng": {"search_url": "http://127.0.0.1:8080/search", "concurrency": 8, "timeout": 15.0},
     "return_logprob": True,
     "format_score": 0.2,
 }
@@ -60,18 +70,19 @@ SEARCH_R1_CONFIGS: dict[str, Any] = {
 --search-backend and --search-url outrank both. `SearchSettings` has the types of these keys, and further keys."""
 
 STOP = ("</search>", "</answer>")
+AnyWebSettings = WikipediaSettings | DeepSeekSettings | ZhihuSettings | SearxngSettings
 CORRECTION = (
     "\nThat was no valid action. A query goes between <search> and </search>, "
     "a final answer between <answer> and </answer>.\n"
 )
 REFUSED = "\nThat query was refused. A short question goes between <search> and </search>.\n"
-BUILT_IN = ("local", "google")
+BUILT_IN = ("local", "google", "wikipedia", "deepseek", "zhihu", "searxng")
 
 
 def _known_backend(value: str) -> str:
     if value in BUILT_IN:
         return value
-    choices = "expected local, google, or module.function of your own async def search(query, topk)"
+    choices = f"expected {', '.join(BUILT_IN)}, or module.function of your own async def search(query, topk)"
     if not re.fullmatch(r"\w+(\.\w+)+", value):
         raise ValueError(f"no search backend is named {value!r}; {choices}")
     try:
@@ -92,9 +103,14 @@ class SearchSettings(
     search_backend: Annotated[str, AfterValidator(_known_backend)]
     local: LocalSettings
     google: GoogleSettings
+    wikipedia: WikipediaSettings = WikipediaSettings()
+    deepseek: DeepSeekSettings = DeepSeekSettings()
+    zhihu: ZhihuSettings = ZhihuSettings()
+    searxng: SearxngSettings = SearxngSettings()
     return_logprob: Literal[True]
     max_observation_tokens: int = Field(500, ge=16)
     max_invalid_actions: int = Field(2, ge=0)  # corrected; one more ends the trajectory
+    trajectory_timeout: float | None = Field(None, gt=0)  # seconds
     search_timeout: float = Field(60.0, gt=0)  # seconds per attempt
     search_retries: int = Field(9, ge=0)  # waits of 36 to 72 s in all: a restarted server is back by then
     search_cache_size: int = Field(0, ge=0)  # how many results are kept
@@ -125,9 +141,11 @@ async def search(args: Any, query: str) -> list[Passage]:
 
 
 def _service(settings: SearchSettings) -> SearchService:
+    part = getattr(settings, settings.search_backend, None)
+    limit = part.concurrency if isinstance(part, WebSettings) else settings.search_concurrency
     return SearchService(
         _backend(settings, settings.search_retries),
-        concurrency=settings.search_concurrency,
+        concurrency=min(limit, settings.search_concurrency),
         cache_size=settings.search_cache_size,
         max_failure_rate=settings.max_search_failure_rate,
     )
@@ -137,8 +155,10 @@ def _backend(settings: SearchSettings, retries: int) -> Backend:
     """The function that searches for one query, with timeout and retries. ValueError if an API key is missing."""
     name, topk, timeout = settings.search_backend, settings.topk, settings.search_timeout
     if name in BUILT_IN:
-        part: LocalSettings | GoogleSettings = getattr(settings, name)
-        return part.backend(topk, timeout, retries)
+        read_env_file()  # for keys
+        part: LocalSettings | GoogleSettings | AnyWebSettings = getattr(settings, name)
+        limit = part.timeout if isinstance(part, WebSettings) else timeout
+        return part.backend(topk, min(limit, timeout), retries)
     return guarded_backend(load_hook(name, "search"), name, topk=topk, timeout=timeout, retries=retries)
 
 
@@ -184,7 +204,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
     Raises ValueError for settings that are wrong, SearchUnavailableError when the search backend is down.
     """
     settings = SearchSettings.of(args)
-    conversation = Conversation(args, sample, sampling_params, stop=STOP)
+    conversation = Conversation(args, sample, sampling_params, stop=STOP, timeout=settings.trajectory_timeout)
     sample.report(searches=0, invalid_actions=0, observation_length=0, search_seconds=0.0)
     counts = sample.rollout_metrics
     opening = think_opened_by_prompt(sample.trace.prompt_ids, conversation.tokenizer)
@@ -200,7 +220,10 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
         if action == "search":
             start = time.perf_counter()
             try:
-                passages = await search(args, content)
+                found = await conversation.wait_for(search(args, content))
+                if found is None:
+                    break  # its time is over
+                passages = found
             except QueryError:  # the model's fault, as a wrong tag is
                 action, correction = None, REFUSED
             except SearchError as error:

@@ -47,6 +47,8 @@ class StopReason(StrEnum):
     """`--rollout-max-context-len` left no token to generate."""
     INVALID_ACTION_LIMIT = "invalid_action_limit"
     """The model made more than `max_invalid_actions` invalid actions."""
+    TRAJECTORY_TIMEOUT = "trajectory_timeout"
+    """The trajectory took longer than `trajectory_timeout`; what was not finished then is not in it."""
     SEARCH_FAILED = "search_failed"
     """A search failed after its retries."""
     ENGINE_ABORT = "engine_abort"

@@ -334,7 +334,7 @@ def test_a_change_in_place_is_seen() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ({"search_backend": "gogle"}, "expected local, google, or module.function"),
+        ({"search_backend": "gogle"}, "zhihu, searxng, or module.function"),
         ({"search_backend": "no.such"}, "search_backend no.such: looked for module no in"),
         ({"search_backend": "json.loads"}, "search_backend json.loads: expected `async def`, found `def`"),
         ({"top_k": 3}, "unknown key top_k; did you mean topk?"),

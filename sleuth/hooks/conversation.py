@@ -16,15 +16,18 @@ the version of the weights and the seconds, and finishes the sample when a budge
 
 from __future__ import annotations
 
+import asyncio
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from sleuth.hooks.context import Generation, rollout_context
 from sleuth.sample import Sample, SampleStatus, Source, StopReason, check_ids
 from sleuth.tokens import decode, encode
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +48,19 @@ class Conversation:
     """The state of one trajectory.
 
     `stop`: the hook's stop strings, in addition to those of `sampling_params`. A turn has at most `max_new_tokens`
-    tokens, the whole trajectory at most `args.rollout_max_context_len` [the tokenizer's limit]. Raises ValueError for a
-    sample that already has a response.
+    tokens, the whole trajectory at most `args.rollout_max_context_len` [the tokenizer's limit], and at most `timeout`
+    seconds [no limit]. Raises ValueError for a sample that already has a response.
     """
 
-    def __init__(self, args: Any, sample: Sample, sampling_params: dict[str, Any], *, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        args: Any,
+        sample: Sample,
+        sampling_params: dict[str, Any],
+        *,
+        stop: Sequence[str] = (),
+        timeout: float | None = None,
+    ) -> None:
         if sample.trace.response_ids:
             raise ValueError(
                 f"sample {sample.index} has {len(sample.trace.response_ids)} response tokens already: "
@@ -62,6 +73,7 @@ class Conversation:
         self.params = {**sampling_params, "stop": _joined(sampling_params.get("stop"), stop)}
         self.turns = 0
         self.generation_seconds = 0.0
+        self._deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
 
     @property
     def room(self) -> int:
@@ -71,8 +83,9 @@ class Conversation:
     async def turn(self, *, keep_cut: bool = False) -> Turn | None:
         """Have the model generate once. Returns None if that finished the sample, which then has a status and a reason.
 
-        An abort by the engine and a full context finish the sample, and so does a turn that a budget cut. With
-        `keep_cut` such a turn is returned instead, and the caller decides; `turn.limit` says which budget cut it.
+        An abort by the engine, a full context and the end of its time finish the sample, and so does a turn that a
+        budget cut. With `keep_cut` such a turn is returned instead, and the caller decides; `turn.limit` says which
+        budget cut it.
         """
         self._check_unfinished("generate")
         if self.room < 1:
@@ -80,7 +93,10 @@ class Conversation:
             return None
         allowed = min(self.params["max_new_tokens"], self.room)
         start = time.perf_counter()
-        generation = await self.engine.generate(self.trace.token_ids, {**self.params, "max_new_tokens": allowed})
+        request = self.engine.generate(self.trace.token_ids, {**self.params, "max_new_tokens": allowed})
+        generation = await self.wait_for(request)
+        if generation is None:
+            return None
         turn = Turn(generation.ids, generation.text, self._limit(generation, allowed), time.perf_counter() - start)
         self.trace.append_model(generation.ids, generation.log_probs)
         self.sample.weight_version = generation.weight_version
@@ -91,6 +107,18 @@ class Conversation:
         elif turn.limit is not None and not keep_cut:
             self._end(SampleStatus.TRUNCATED, turn.limit)
         return turn if self.sample.status is SampleStatus.PENDING else None
+
+    async def wait_for(self, awaitable: Awaitable[T]) -> T | None:
+        """What an environment's coroutine returns; None once the trajectory's time is over: the sample is finished."""
+        clock = asyncio.timeout_at(self._deadline)
+        try:
+            async with clock:
+                return await awaitable
+        except TimeoutError:
+            if not clock.expired():
+                raise  # the environment's own
+        self._end(SampleStatus.TRUNCATED, StopReason.TRAJECTORY_TIMEOUT)
+        return None
 
     def _limit(self, generation: Generation, allowed: int) -> StopReason | None:
         """The budget that cut a generation of at most `allowed` tokens; None if none did."""

@@ -16,6 +16,8 @@ from sleuth.tokens import encode
 
 OBSERVATION_HEAD = "\n\n<information>"
 OBSERVATION_TAIL = "</information>\n\n"
+TAGS = ("think", "search", "information", "answer", "tool_call", "tool_response")
+"""Whose tags act in one protocol or the other."""
 LONGEST_WORD = 30
 """A passage is cut back to a space no further than this many characters; Chinese has none, for one."""
 LONGEST_TITLE = 300
@@ -83,7 +85,8 @@ def format_observation(passages: Sequence[Any], tokenizer: PreTrainedTokenizerBa
 
 def _clip(text: str, characters: int) -> str:
     """The first characters of a text, up to the last whole word if the script has words."""
-    return text if len(text) <= characters else _cut_at_word(text, max(characters, 0))
+    characters = max(characters, 0)
+    return text if len(text) <= characters else _cut_at_word(text, characters)
 
 
 @lru_cache(maxsize=1024)
@@ -132,7 +135,7 @@ def _token_starts(lines: Sequence[str], encoding: Encoding) -> list[list[int]]:
 
 
 def _line(number: int, passage: Passage, tokenizer: PreTrainedTokenizerBase) -> str:
-    return _neutral(f"Doc {number}(Title: {passage.title}) {passage.text}".rstrip(), tokenizer)
+    return neutral(f"Doc {number}(Title: {passage.title}) {passage.text}".rstrip(), tokenizer)
 
 
 def _frame(lines: Sequence[str]) -> str:
@@ -169,7 +172,7 @@ def _holds_text(cut: str, line: str) -> bool:
     return cut == line or ") " in cut
 
 
-def _neutral(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def neutral(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """The text with a space after the first character of all tags and special tokens: `<answer>` -> `< answer>`."""
     text = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be encoded
     return _acting_text(tokenizer).sub(lambda match: match[0][0] + " " + match[0][1:], text)
@@ -177,7 +180,7 @@ def _neutral(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 @lru_cache(maxsize=8)
 def _acting_text(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    tags = [f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")]
+    tags = [f"<{slash}{name}>" for name in TAGS for slash in ("", "/")]
     markup = [token for token in tokenizer.get_added_vocab() if token.startswith(("<", "["))]
     special = [token for token in tokenizer.all_special_tokens if len(token.strip()) > 1]
     return re.compile("|".join(map(re.escape, sorted({*tags, *markup, *special}, key=len, reverse=True))))
