@@ -160,9 +160,10 @@ class RolloutArgs(Group):
         "to one step less. Weights also go at the start, before an evaluation and at the end. Above 1 "
         "colocated engines keep their weights on the GPU while the trainer works.",
     )
-    update_weights_through: Literal["tensor", "distributed", "disk"] = Field(
+    update_weights_through: Literal["tensor", "in_band", "distributed", "disk"] = Field(
         "tensor",
-        description="How weights reach the engines: tensor sends them in requests; distributed broadcasts them over a "
+        description="How weights reach the engines: tensor by shared memory, or in requests where there is too little "
+        "of it; in_band always in requests, which is slow; distributed broadcasts them over a "
         "process group (NCCL on GPUs), for engines on GPUs of their own; disk writes a Hugging Face folder under "
         "--run-dir, which the engines load: all of their machines must see it.",
     )
