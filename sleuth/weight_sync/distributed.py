@@ -177,11 +177,14 @@ def _wait_for(done: Callable[[], bool], requests: Requests, seconds: float, trou
 
 
 def _in_background(action: Callable[[], Result]) -> Future[Result]:
-    """`action()` in a thread that the interpreter does not wait for at its end."""
+    """`action()` in a thread that the interpreter does not wait for at its end, on this thread's GPU."""
     future: Future[Result] = Future()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def run() -> None:
         try:
+            if device is not None:
+                torch.cuda.set_device(device)
             future.set_result(action())
         except BaseException as error:
             future.set_exception(error)
