@@ -84,6 +84,12 @@ def test_decay_covers_every_optimizer_step_of_the_run():
     assert (args.optimizer_steps_per_step, args.lr_decay_steps) == (4, 40)
 
 
+def test_weights_by_broadcast_need_engines_of_their_own():
+    through = ("--update-weights-through", "distributed")
+    assert "leave out --colocate" in error_of(*through)
+    assert parse(*through, "--no-colocate", "--rollout-num-gpus", "2").update_weights_through == "distributed"
+
+
 def test_sizes_of_a_colocated_run():
     layout = ["--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "2"]
     args = parse(*layout, "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "2")

@@ -84,7 +84,8 @@ class TrainActor:
         elif self.args.update_weights_through == "distributed":
             self._push_by_broadcast(engine_urls, weights, version)
         else:
-            push_weights(engine_urls, weights, version, tensor_parallel_size=self.args.rollout_num_gpus_per_engine)
+            ranks, in_band = self.args.rollout_num_gpus_per_engine, self.args.update_weights_through == "in_band"
+            push_weights(engine_urls, weights, version, tensor_parallel_size=ranks, in_band=in_band)
 
     def _push_by_broadcast(self, engine_urls: list[str], weights: Iterator[tuple[str, Tensor]], version: str) -> None:
         """Over a process group that is made before the first update and kept for the run."""

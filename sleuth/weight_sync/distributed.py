@@ -26,7 +26,14 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from sleuth.weight_sync.buckets import DEFAULT_BUCKET_BYTES, NamedTensor, flatten, make_buckets, mark_last
+from sleuth.weight_sync.buckets import (
+    NamedTensor,
+    ReusedBuffer,
+    flatten,
+    make_buckets,
+    mark_last,
+    size_of,
+)
 from sleuth.weight_sync.control import EngineGroup, PauseMode, WeightSyncError, paused_engines, raise_errors
 
 logger = logging.getLogger(__name__)
@@ -57,6 +64,8 @@ class BroadcastGroup:
         self.urls = list(urls)
         self.timeout = timeout
         self.name = f"sleuth-{uuid.uuid4().hex[:12]}"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._buffer = ReusedBuffer(lambda size: torch.empty(size, dtype=torch.uint8, device=device))
         self._group = self._join(tensor_parallel_size, join_timeout)
 
     def push(
@@ -64,7 +73,7 @@ class BroadcastGroup:
         named_tensors: Iterable[NamedTensor],
         version: str,
         *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         mode: PauseMode = "abort",
     ) -> None:
         """Give every engine the full tensors `named_tensors` (Hugging Face names) as weights `version`.
@@ -81,7 +90,7 @@ class BroadcastGroup:
                 engines.open_session()
                 loading: Requests = []
                 for bucket, is_last in mark_last(make_buckets(remaining, bucket_bytes)):
-                    flat = flatten(bucket)
+                    flat = flatten(bucket, self._buffer.room(size_of(bucket)))  # the last broadcast is over
                     raise_errors(request.result() for request in loading)
                     loading = self._send(engines, flat, bucket, version if is_last else None)
                     sent += flat.nbytes
@@ -168,11 +177,14 @@ def _wait_for(done: Callable[[], bool], requests: Requests, seconds: float, trou
 
 
 def _in_background(action: Callable[[], Result]) -> Future[Result]:
-    """`action()` in a thread that the interpreter does not wait for at its end."""
+    """`action()` in a thread that the interpreter does not wait for at its end, on this thread's GPU."""
     future: Future[Result] = Future()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def run() -> None:
         try:
+            if device is not None:
+                torch.cuda.set_device(device)
             future.set_result(action())
         except BaseException as error:
             future.set_exception(error)

@@ -126,3 +126,19 @@ def test_data_without_the_label_column_is_told_in_one_line(tmp_path, flags):
     assert "reward_model" in output
     assert "Traceback" not in output
     assert processes_of(tmp_path / "run") == []
+
+
+def test_engines_on_devices_of_their_own_get_weights_by_broadcast(tmp_path, flags):
+    """Two ranks that train, two engines that they send to; both are left without complaint at the end."""
+    separate = ["--no-colocate", "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"]
+    separate += ["--rollout-num-gpus", "2", "--update-weights-through", "distributed", "--num-rollout", "1"]
+    code, output = run_training([*flags, *separate])
+    assert code == 0, output
+    [line] = metrics_of(tmp_path / "run")[-1:]
+    assert line["step"] == 1
+    assert line["train/rollout_logprob_abs_diff"] < 1e-4
+    assert line["perf/prefix_cache_share"] > 0
+    log = (tmp_path / "run/logs/trainer_0.log").read_text()
+    assert "weights 1: " in log
+    assert "to 2 engine(s)" in log
+    assert processes_of(tmp_path / "run") == []

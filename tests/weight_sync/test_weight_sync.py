@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from sleuth.weight_sync.tensor import push_weights
 from tests.conftest import RunningEngine, load_float32
 from tests.tiny_models import make_tiny_model
 
+SHARED = Path("/dev/shm")
 PROMPT = list(range(5, 45))
 
 
@@ -59,11 +61,14 @@ def is_paused(engine: RunningEngine) -> bool:
 
 @pytest.mark.engine
 class TestRealEngine:
+    @pytest.mark.parametrize("in_band", [False, True])
     @pytest.mark.parametrize("bucket_bytes", [20_000, 2**28])
-    def test_tensors(self, engine: RunningEngine, other: PreTrainedModel, bucket_bytes: int) -> None:
+    def test_tensors(self, engine: RunningEngine, other: PreTrainedModel, bucket_bytes: int, in_band: bool) -> None:
         ask(engine)  # fills the prefix cache with keys and values of the old weights
-        push_weights([engine.url], other.state_dict().items(), "5", bucket_bytes=bucket_bytes)
+        before = set(SHARED.glob("torch_*"))
+        push_weights([engine.url], other.state_dict().items(), "5", bucket_bytes=bucket_bytes, in_band=in_band)
         assert_serves(engine, other, "5")
+        assert set(SHARED.glob(f"torch_{os.getpid()}_*")) <= before, "a bucket was left in shared memory"
 
     def test_two_updates_in_turn(self, engine: RunningEngine, other: PreTrainedModel) -> None:
         push_weights([engine.url], other.state_dict().items(), "6")

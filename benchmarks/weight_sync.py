@@ -1,0 +1,118 @@
+"""Seconds to bring one GB of weights to the engines, each way, beside the memory's own speed.
+
+    python -m benchmarks.weight_sync [--megabytes 400] [--engines 1] [--trials 2]
+
+A random Qwen2 model in bfloat16, sent to real engines (the trainer's side is this process, with its weights at hand):
+in_band in the requests, tensor by shared memory, distributed by a process group, disk by a folder in TMPDIR. The floor
+is what one thread needs to copy the same bytes once, to memory that it has. Seconds a GB from pause to continue, the
+best of the trials. The last line is one JSON object: `ours` is distributed, `reference` in_band.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from benchmarks.options import whole_number
+from sleuth.engine.server import EngineConfig, EngineServer
+from sleuth.weight_sync.disk import load_weights_from_disk
+from sleuth.weight_sync.distributed import BroadcastGroup
+from sleuth.weight_sync.tensor import push_weights
+
+GB = 1e9
+
+
+def make_model(folder: Path, megabytes: int) -> PreTrainedModel:
+    """A random model of about that size, saved in `folder` without a tokenizer, which no engine needs here."""
+    width = 1024
+    layer = 4 * width * width + 3 * width * 4 * width  # parameters
+    layers = max(1, round(megabytes * 1e6 / 2 / layer))
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return model
+
+
+def best(action: Callable[[], object], trials: int) -> float:
+    """Seconds of the fastest of the trials."""
+    found = []
+    for _ in range(trials):
+        start = time.perf_counter()
+        action()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=whole_number(), default=400, help="of the model, about")
+    parser.add_argument("--engines", type=whole_number(), default=1)
+    parser.add_argument("--trials", type=whole_number(), default=2)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_options()
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = make_model(folder / "model", args.megabytes)
+        tensors = dict(model.state_dict())
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        options = ("--skip-tokenizer-init",)
+        configs = [
+            EngineConfig(folder / "model", dtype="bfloat16", max_total_tokens=2048, extra_args=options)
+            for _ in range(args.engines)
+        ]
+        urls = [stack.enter_context(EngineServer(config)).url for config in configs]
+        group = stack.enter_context(closing(BroadcastGroup(urls)))
+
+        copies = [torch.zeros_like(tensor) for tensor in tensors.values()]
+
+        def copy() -> None:
+            for place, tensor in zip(copies, tensors.values(), strict=True):
+                place.copy_(tensor)
+
+        def through_disk() -> None:
+            model.save_pretrained(folder / "sent")
+            load_weights_from_disk(urls, folder / "sent", "disk")
+
+        ways: dict[str, Callable[[], object]] = {
+            "floor": copy,
+            "in_band": lambda: push_weights(urls, tensors.items(), "in_band", in_band=True),
+            "tensor": lambda: push_weights(urls, tensors.items(), "tensor"),
+            "distributed": lambda: group.push(tensors.items(), "distributed"),
+            "disk": through_disk,
+        }
+        load = os.getloadavg()[0]
+        seconds = {name: round(best(way, args.trials) / size * GB, 3) for name, way in ways.items()}
+    for name, value in seconds.items():
+        print(
+            f"{name:12s} {value:8.2f} s/GB  {value / seconds['floor']:7.1f} x floor  "
+            f"{seconds['in_band'] / value:6.1f} x as fast as in_band"
+        )
+    result = {"name": "weight_sync", "engines": args.engines, "gigabytes": round(size / GB, 3), "load": round(load, 1)}
+    result |= {"seconds_per_gb": seconds, "ours": seconds["distributed"], "reference": seconds["in_band"]}
+    print(json.dumps(result | {"ratio": round(seconds["in_band"] / seconds["distributed"], 1)}))
+
+
+if __name__ == "__main__":
+    main()
