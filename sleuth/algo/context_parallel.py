@@ -8,6 +8,7 @@ multiple of 2 * cp beforehand.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,19 @@ def padded_length(length: int, multiple: int) -> int:
 def pad_multiple(cp_size: int, tp_size: int = 1) -> int:
     """What must divide every sequence length: 2 * cp for the zigzag layout, times tp for sequence parallelism."""
     return (2 * cp_size if cp_size > 1 else 1) * tp_size
+
+
+class SequenceLayout(Protocol):
+    """The arguments that say how the ranks share a sequence."""
+
+    context_parallel_size: int
+    tensor_model_parallel_size: int
+    sequence_parallel: bool
+
+
+def length_multiple(args: SequenceLayout) -> int:
+    """The number to a multiple of which each sequence's length must be padded in this layout."""
+    return pad_multiple(args.context_parallel_size, args.tensor_model_parallel_size if args.sequence_parallel else 1)
 
 
 def zigzag_index(lengths: Sequence[int], cp_size: int, rank: int) -> Tensor:

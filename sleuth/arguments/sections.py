@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sleuth.arguments.checks import flag
-from sleuth.hooks.loader import hook_modules
+from sleuth.hooks.loader import flags_left_out, hook_modules
 from sleuth.hooks.settings import FREE_SECTION, Settings, declared_settings, lookup, merged, nested, unknown_key
+
+MANY = 4
+"""From so many unknown keys on, a file is taken for that of a hook that no flag names."""
 
 
 class FileEntry(NamedTuple):
@@ -41,7 +45,11 @@ def assign_sections(
         except ValueError as error:
             return {}, [str(error)]
     sections: dict[str, Any] = {}
-    problems = list(_collect(entries, classes, sections, suggest))
+    unknown: dict[str, list[str]] = defaultdict(list)
+    problems = list(_collect(entries, classes, sections, unknown))
+    left_out = flags_left_out(dict(values))
+    for path, keys in unknown.items():
+        problems += [f"{path}: {sentence}" for sentence in _unknown_entries(keys, classes, suggest, left_out)]
     result: dict[str, Any] = {"custom_config": sections}
     for cls in classes:
         problems += _join_flags(cls, sections, values, given, result)
@@ -52,9 +60,9 @@ def _collect(
     entries: Sequence[FileEntry],
     classes: Sequence[type[Settings]],
     sections: dict[str, Any],
-    suggest: Callable[[str], str],
+    unknown: dict[str, list[str]],
 ) -> Iterator[str]:
-    """Put each entry into its section; yields a sentence for each problem."""
+    """Put each entry into its section, and those that have none into `unknown`; yields a sentence for each problem."""
     names = {cls.section for cls in classes} | {FREE_SECTION}
     flat = {key: cls.section for cls in classes if cls.flat for key in cls.model_fields}
     top: dict[tuple[str, str], Any] = {}
@@ -67,7 +75,7 @@ def _collect(
         elif name in flat:
             top[flat[name], name] = value
         else:
-            yield f"{path}: {_unknown_entry(key, classes, suggest)}"
+            unknown[path].append(key)
     for (section, name), value in top.items():
         inside = sections.setdefault(section, {})
         if name in inside and inside[name] != value:
@@ -75,14 +83,27 @@ def _collect(
         inside[name] = value
 
 
-def _unknown_entry(key: str, classes: Sequence[type[Settings]], suggest: Callable[[str], str]) -> str:
+def _unknown_entries(
+    unknown: Sequence[str], classes: Sequence[type[Settings]], suggest: Callable[[str], str], left_out: Sequence[str]
+) -> Iterator[str]:
+    """What is wrong with the unknown keys of one file: a sentence for each or, if there are many, one for all.
+
+    `left_out`: the flags that could name their hook.
+    """
     sections = [cls.section for cls in classes]
-    keys = [name for cls in classes if cls.flat for name in cls.model_fields]
-    near = unknown_key(key, [*sections, *keys])
-    if "did you mean" in near:
-        return near
+    if len(unknown) >= MANY:  # not a misspelt key: the file is of a hook that no flag names
+        remedy = f"name their hook with {' or '.join(left_out)}, or leave them out" if left_out else "leave them out"
+        expected = f"settings of the hooks that the flags name ({', '.join(sections) or 'these declare none'})"
+        yield f"expected {expected}, found {', '.join(unknown)}; {remedy}"
+        return
     declared = f"the hooks that the flags name declare {', '.join(sections)}" if sections else "no hook declares it"
-    return f"{suggest(key)} ({declared}; a hook's section needs the hook's flag)"
+    keys = [name for cls in classes if cls.flat for name in cls.model_fields]
+    for key in unknown:
+        near = unknown_key(key, [*sections, *keys])
+        if "did you mean" in near:
+            yield near
+        else:
+            yield f"{suggest(key)} ({declared}; a hook's section needs the hook's flag)"
 
 
 def _join_flags(

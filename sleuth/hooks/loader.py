@@ -110,6 +110,12 @@ def named_hooks(args: Any) -> dict[HookKind, str]:
     return {kind: path for kind, path in paths.items() if path}
 
 
+def flags_left_out(args: Any) -> list[str]:
+    """The flags that name hooks which have settings and are not given in `args`."""
+    named = named_hooks(args)
+    return [_CONTRACTS[kind].flag for kind in ("generate", "reward", "tis") if kind not in named]
+
+
 def hook_modules(args: Any) -> list[ModuleType]:
     """The modules of the hooks that the flags name, each once; also those that define the functions, if they differ.
 

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from sleuth.algo.context_parallel import pad_multiple, zigzag_inverse
+from sleuth.algo.context_parallel import zigzag_inverse
 from sleuth.megatron import device
 
 _TIMEOUT = timedelta(minutes=30)
@@ -103,11 +103,6 @@ def _chunks(args: Layout, num_layers: int) -> int | None:
             f"model's {num_layers} layers"
         )
     return num_layers // layers
-
-
-def length_multiple(args: Layout) -> int:
-    """The number to a multiple of which each sequence's length must be padded in this layout."""
-    return pad_multiple(args.context_parallel_size, args.tensor_model_parallel_size if args.sequence_parallel else 1)
 
 
 def is_last_stage() -> bool:

@@ -22,6 +22,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from sleuth.algo.context_parallel import length_multiple
 from sleuth.algo.optimizer_steps import OptimizerStepBatch
 from sleuth.arguments.files_check import is_hf_folder
 from sleuth.megatron import device, parallel
@@ -129,7 +130,7 @@ class Trainer:
         gradient is not finite.
         """
         per_token = self.args.calculate_per_token_loss or self.args.loss_type == "sft"
-        multiple = parallel.length_multiple(self.args)
+        multiple = length_multiple(self.args)
         plan = [
             [MicroBatch.build(samples, step, multiple=multiple, per_token=per_token) for samples in step.micro_batches]
             for step in steps
@@ -145,7 +146,7 @@ class Trainer:
         """Log-probabilities (nats) of tokens 1 .. T-1 of a sequence at `temperature` (0: unscaled, as in engines)."""
         sample = TrainSample(token_ids, 1, [1.0] * (len(token_ids) - 1))
         step = OptimizerStepBatch([[sample]], 1, float(len(token_ids) - 1))
-        batch = MicroBatch.build([sample], step, multiple=parallel.length_multiple(self.args), per_token=True)
+        batch = MicroBatch.build([sample], step, multiple=length_multiple(self.args), per_token=True)
         options = HeadOptions(temperature or 1.0, self.args.log_probs_chunk_size)
         (values,) = score(self._ddp, [batch], options)
         if values is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sleuth.algo.context_parallel import pad_multiple
+from sleuth.algo.context_parallel import length_multiple
 from sleuth.algo.estimators import estimate_advantages
 from sleuth.algo.optimizer_steps import OptimizerStepBatch, plan_optimizer_steps
 from sleuth.arguments import Args
@@ -60,7 +60,5 @@ def shard_batch(args: Args, samples: list[TrainSample]) -> list[list[OptimizerSt
         max_tokens=args.max_tokens_per_gpu * args.context_parallel_size if dynamic else None,
         micro_batch_size=None if dynamic else args.micro_batch_size,
         balance=args.balance_data,
-        pad_multiple=pad_multiple(
-            args.context_parallel_size, args.tensor_model_parallel_size if args.sequence_parallel else 1
-        ),
+        pad_multiple=length_multiple(args),
     )

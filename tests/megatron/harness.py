@@ -310,8 +310,8 @@ def new_trainer(args: Args) -> Any:
 
 def shares(trainer: Any, args: Args, samples: list[TrainSample], **plan: Any) -> Any:
     """This rank's optimizer steps."""
+    from sleuth.algo.context_parallel import length_multiple
     from sleuth.algo.optimizer_steps import plan_optimizer_steps
-    from sleuth.megatron.parallel import length_multiple
 
     plan = plan or {"micro_batch_size": 2}
     ranks = plan_optimizer_steps(
@@ -358,7 +358,7 @@ def _gradients(trainer: Any) -> dict[str, torch.Tensor]:
 
 def _trained_tokens(samples: list[TrainSample], step: Any, args: Args) -> int:
     """How many trained tokens of a micro-batch this context-parallel rank holds."""
+    from sleuth.algo.context_parallel import length_multiple
     from sleuth.megatron.forward import MicroBatch
-    from sleuth.megatron.parallel import length_multiple
 
     return len(MicroBatch.build(samples, step, multiple=length_multiple(args), per_token=False).selected)
