@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from sleuth.megatron.device import local_device
 from sleuth.megatron.model import resolve_dtype
 
 
@@ -134,6 +135,13 @@ class PolicyOptimizer:
         self.inner.load_state_dict(state)
         self._unshare_step()
         self.steps_done = steps_done
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """What lies on the device: Adam's parameters (of bfloat16 weights a float32 copy) and its moments."""
+        for optimizer in self._torch_optimizers():
+            held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+            held += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+            yield from (tensor for tensor in held if tensor.device == local_device())
 
     def _torch_optimizers(self) -> list[torch.optim.Optimizer]:
         chained = getattr(self.inner, "chained_optimizers", [self.inner])
