@@ -7,12 +7,13 @@ bash run_qwen2.5_3B.sh          one node of 8 GPUs
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from rich.console import Console
 
 from sleuth.arguments import Args, config_table, parse_args_or_exit
-from sleuth.checkpoints import TRACKER
+from sleuth.checkpoints import saved_step
 from sleuth.cluster.logs import configure_logging, failure_message
 from sleuth.cluster.preflight import preflight
 from sleuth.cluster.rollout_group import RolloutGroup
@@ -22,41 +23,45 @@ from sleuth.cluster.sync import sync_weights
 from sleuth.metrics.timing import timed
 from sleuth.metrics.tracker import Tracker
 
+logger = logging.getLogger("train")
+
 
 def train(args: Args, run: Run, tracker: Tracker) -> None:
     """The loop. Step numbers are 1-based; step 0 is the evaluation before training."""
     trainer, rollout, limit = run.trainer, run.rollout, args.max_logprob_diff
     sync = sync_weights(trainer, rollout, run.steps_done, max_difference=limit)
-    if run.steps_done == 0 and args.eval_before_train:
-        tracker.log(0, sync | rollout.evaluate(0))
+    if run.steps_done == 0 and args.eval_before_train and (before := sync | rollout.evaluate(0)):
+        tracker.log(0, before)
 
     for step in range(run.steps_done + 1, args.num_rollout + 1):
         metrics: dict[str, float] = {}
-        with timed(metrics, "step"):
-            metrics |= rollout_and_train(run, step)
-            evaluate = is_due(step, args.eval_interval, args.num_rollout)
-            if evaluate or is_due(step, args.update_weights_interval, args.num_rollout):
-                with timed(metrics, "sync"):
-                    metrics |= sync_weights(trainer, rollout, step, max_difference=limit)
-        if evaluate:
-            with timed(metrics, "evaluation"):
-                metrics |= rollout.evaluate(step)
-        tracker.log(step, metrics)  # before saving: a resumed run does not come back to a saved step
+        try:
+            with timed(metrics, "step"):
+                rollout_and_train(run, step, metrics)
+                evaluate = is_due(step, args.eval_interval, args.num_rollout)
+                if evaluate or is_due(step, args.update_weights_interval, args.num_rollout):
+                    with timed(metrics, "sync"):
+                        metrics |= sync_weights(trainer, rollout, step, max_difference=limit)
+            if evaluate:
+                with timed(metrics, "evaluation"):
+                    metrics |= rollout.evaluate(step)
+        finally:
+            if run.steps_done == step:  # before it is saved: a resumed run does not come back to a saved step
+                tracker.log(step, metrics)
         if args.save and is_due(step, args.save_interval, args.num_rollout):
             saving: dict[str, float] = {}
             with timed(saving, "save"):
-                trainer.save(step, rollout.state_dict())
+                run.save()
             tracker.log(step, saving)
 
 
-def rollout_and_train(run: Run, step: int) -> dict[str, float]:
+def rollout_and_train(run: Run, step: int, metrics: dict[str, float]) -> None:
     """One step's data, and the training on them; the data are let go at the end."""
-    metrics: dict[str, float] = {}
     with timed(metrics, "rollout"):
-        data = run.rollout.generate(step)
+        data = run.generate(step)
+    metrics |= data.metrics
     with timed(metrics, "train"), run.rollout.memory_lent():
-        metrics |= run.trainer.train(data.shards)
-    return metrics | data.metrics
+        run.train(step, data, metrics)
 
 
 def rollout_only(args: Args, rollout: RolloutGroup, tracker: Tracker) -> None:
@@ -73,16 +78,37 @@ def is_due(step: int, interval: int | None, last: int) -> bool:
     return interval is not None and (step % interval == 0 or step == last)
 
 
-def interruption(args: Args) -> str:
-    """What an interrupted run tells: whether and where it can be taken up again."""
-    if args.save is None or not (args.save / TRACKER).is_file():
-        return "interrupted, with no checkpoint saved yet"
-    return f"interrupted: the last checkpoint is whole; --load {args.save} goes on from it"
+def exit_if_done(args: Args) -> None:
+    """End here, before anything starts, if the checkpoint to resume from has no step left to do."""
+    if args.load is None or args.finetune:
+        return
+    try:
+        step = saved_step(args.load)
+    except ValueError:
+        return  # preflight tells what is wrong with it
+    held = f"the checkpoint in {args.load} holds step {step}"
+    if step == args.num_rollout:
+        sys.stdout.write(f"{held}, --num-rollout {args.num_rollout} is done; raise --num-rollout to go on\n")
+        sys.exit(0)
+    if step is not None and step > args.num_rollout:
+        sys.stderr.write(
+            f"error: {held}, expected at most --num-rollout {args.num_rollout}; raise --num-rollout above {step} to go "
+            "on, or --load an earlier checkpoint\n"
+        )
+        sys.exit(2)
+
+
+def origin(args: Args, steps_done: int) -> str | None:
+    """Which weights the run starts from, where they are not those of a new run."""
+    if args.finetune:
+        return f"starting from the weights of {args.load} (--finetune)"
+    return f"resumed from step {steps_done} of {args.load}" if steps_done else None
 
 
 def main() -> None:
-    end_on_signals()
+    interruption = end_on_signals()
     args: Args = parse_args_or_exit()
+    exit_if_done(args)
     warnings: list[str] = []
     try:
         args = preflight(args, warn=warnings.append)
@@ -100,10 +126,14 @@ def main() -> None:
         if args.debug_rollout_only:
             with start_rollout(args, run_dir) as rollout, Tracker(args, run_dir) as tracker:
                 return rollout_only(args, rollout, tracker)
-        with start_run(args, run_dir) as run, Tracker(args, run_dir, first_step=run.steps_done + 1) as tracker:
-            train(args, run, tracker)
-    except KeyboardInterrupt:
-        sys.exit(interruption(args))
+        with start_run(args, run_dir, interruption) as run:
+            if line := origin(args, run.steps_done):
+                console.print(line, soft_wrap=True, markup=False)
+                logger.info(line)
+            with Tracker(args, run_dir, first_step=run.steps_done + 1) as tracker, run.saved_on_exit():
+                train(args, run, tracker)
+    except KeyboardInterrupt as interrupted:
+        sys.exit(str(interrupted) or "interrupted before the first step")
     except Exception as error:
         sys.exit(failure_message(error, run_dir))
 

@@ -4,7 +4,8 @@
         --custom-generate-function-path examples.calculator.generate \\
         --custom-rm-path examples.calculator.reward_func
 
-Copy it to write your own. The model writes `<calc>12 * 7</calc>`, reads `<result>84</result>`, and
+`python tools/try_hook.py` with the same flags tries it in seconds. Copy it to write your own; docs/hooks.md says what a
+hook may do. The model writes `<calc>12 * 7</calc>`, reads `<result>84</result>`, and
 goes on; a turn without a call ends the trajectory. The label of a row is the expected number.
 """
 
@@ -30,9 +31,9 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     """Make one trajectory: turns of the model, and results of the calculator in between."""
     conversation = Conversation(args, sample, sampling_params, stop=["</calc>"])
     max_calls = CalculatorSettings.of(args).max_calls
+    sample.report(calls=0)  # averaged as the metric rollout/calls
     while turn := await conversation.turn():  # trained on; None once a budget has finished the sample
         call = CALL.search(turn.text)
-        sample.report(calls=conversation.turns - 1)  # averaged as the metric rollout/calls
         if call is None:
             return conversation.finish(SampleStatus.COMPLETED, StopReason.ANSWERED)
         if conversation.turns > max_calls:
@@ -40,6 +41,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         left, sign, right = call.groups()
         if not conversation.observe(f"<result>{OPERATORS[sign](int(left), int(right))}</result>"):  # never trained on
             break
+        sample.report(calls=conversation.turns)
     return sample
 
 

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import logging
 import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
+DESCRIPTION = "sleuth.json"
 _UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
 _CURRENT_FOLDER, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV)
@@ -60,6 +63,41 @@ def find_checkpoint(folder: Path, iteration: int | None = None) -> Path | None:
         f"expected the checkpoint {place}{by}, found {', '.join(present) or 'none'}; copy it there, or name a "
         "checkpoint itself"
     )
+
+
+def read_description(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself; {} if it was written by something else."""
+    path = checkpoint / DESCRIPTION
+    description: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return description
+
+
+def saved_step(folder: Path) -> int | None:
+    """The step of the newest checkpoint under `folder`, found without loading it; None where there is none.
+
+    Raises ValueError if the tracker names one that is not there.
+    """
+    found = find_checkpoint(folder)
+    if found is None:
+        return None
+    by_name = re.search(r"iter_(\d+)$", found.name)
+    return read_description(found).get("step", int(by_name[1]) if by_name else None)
+
+
+def resuming_problem(checkpoint: Path, *, distributed: bool) -> str | None:
+    """Why training cannot go on from `checkpoint` with --use-distributed-optimizer `distributed`; None if it can."""
+    description = read_description(checkpoint)
+    if description.get("optimizer_steps") is None:
+        return (
+            f"expected a training checkpoint in --load {checkpoint}, found weights without optimizer state; "
+            "pass it as --ref-load, or add --finetune, to start a new run from it"
+        )
+    if description["distributed_optimizer"] != distributed:
+        return (
+            f"--use-distributed-optimizer is {distributed}, but the checkpoint in {checkpoint} was saved with "
+            f"{not distributed}; give the flag as it was then"
+        )
+    return None
 
 
 def _tracked(folder: Path) -> Path | None:

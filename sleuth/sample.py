@@ -144,20 +144,10 @@ class TokenTrace:
                     f"response token {position}: expected mask 1 with a log-probability <= 0, or mask 0 with 0.0, "
                     f"found mask {mask} with {value}"
                 )
-        self._check_ids(vocab_size)
+        check_ids(self.response_ids, vocab_size)
         if not self.segments:
             self.segments.extend(_segments_of(self.loss_mask))
         self._check_segments()
-
-    def _check_ids(self, vocab_size: int | None) -> None:
-        if not self.response_ids or vocab_size is None:
-            return
-        low, high = min(self.response_ids), max(self.response_ids)
-        if low < 0 or high >= vocab_size:
-            raise ValueError(
-                f"expected ids in [0, {vocab_size}), the rows of the model's embedding, found "
-                f"{low if low < 0 else high} in the response; is the tokenizer the one of the model?"
-            )
 
     def _check_segments(self) -> None:
         position = 0
@@ -176,6 +166,18 @@ class TokenTrace:
                 f"expected segments that cover the {len(self.response_ids)} response ids in order, found "
                 f"{[(segment.start, segment.end) for segment in self.segments]}; leave them out to have them made"
             )
+
+
+def check_ids(ids: Sequence[int], vocab_size: int | None) -> None:
+    """ValueError for response ids that the model has no embedding of; None: how many it has is not known."""
+    if not ids or vocab_size is None:
+        return
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"expected ids in [0, {vocab_size}), the rows of the model's embedding, found "
+            f"{low if low < 0 else high} in the response; is the tokenizer the one of the model?"
+        )
 
 
 def _segments_of(loss_mask: Sequence[int]) -> Iterator[Segment]:

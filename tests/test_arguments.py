@@ -102,7 +102,12 @@ def test_lists_json_and_pairs():
     args = parse(
         *("--eval-interval", "5", "--eval-prompt-data", "nq", "a.parquet@[0:30]", "hotpot", "b.parquet"),
         *("--eval-temperature", "0", "1", "--rollout-stop", "</a>", "\n"),
-        *("--apply-chat-template-kwargs", '{"enable_thinking": false}', "--no-eval-before-train"),
+        *(
+            "--apply-chat-template",
+            "--apply-chat-template-kwargs",
+            '{"enable_thinking": false}',
+            "--no-eval-before-train",
+        ),
     )
     assert args.eval_sets == {"nq": "a.parquet@[0:30]", "hotpot": "b.parquet"}
     assert args.eval_temperature == [0.0, 1.0]
@@ -234,7 +239,29 @@ def test_the_name_of_an_environment_variable_is_no_secret(tmp_path: Path):
             ["expert x expert-tensor x pipeline parallelism = 2 x 1 x 1 = 2 must divide the 1 training GPUs"],
         ),
         (["--kl-coef", "0.01"], ["--kl-coef needs the frozen reference", "or drop --kl-coef"]),
-        (["--overlong-penalty-factor", "2"], ["no effect without --overlong-buffer-len"]),
+        (["--overlong-penalty-factor", "2"], ["no effect without --overlong-buffer-len", "or drop --overlong-pen"]),
+        (
+            ["--kl-loss-coef", "0.001"],
+            ["--kl-loss-coef has no effect without --use-kl-loss; add --use-kl-loss, or drop"],
+        ),
+        (["--kl-loss-type", "k3"], ["--kl-loss-type has no effect without --use-kl-loss"]),
+        (["--kl-penalty-type", "k2"], ["--kl-penalty-type has no effect without --kl-coef; add --kl-coef, or drop"]),
+        (["--finetune"], ["--finetune has no effect without --load; add --load, or drop --finetune"]),
+        (["--save-interval", "5"], ["--save-interval has no effect without --save"]),
+        (["--save-keep", "5"], ["--save-keep has no effect without --save"]),
+        (["--tool-key", "tools"], ["--tool-key has no effect without --apply-chat-template"]),
+        (["--apply-chat-template-kwargs", '{"a": 1}'], ["has no effect without --apply-chat-template"]),
+        (["--n-samples-per-eval-prompt", "4"], ["has no effect without --eval-interval"]),
+        (["--eval-max-response-len", "99"], ["has no effect without --eval-interval"]),
+        (["--wandb-project", "x"], ["--wandb-project has no effect without --use-wandb"]),
+        (["--min-lr", "1e-7"], ["--min-lr has no effect without --lr-decay-style linear or cosine"]),
+        (["--lr-decay-steps", "5"], ["--lr-decay-steps has no effect without --lr-decay-style"]),
+        (
+            ["--disable-grpo-std-normalization", "--advantage-estimator", "importance_sampling"],
+            ["only with --advantage-estimator grpo, gspo, cispo"],
+        ),
+        (["--eps-clip-c", "3", "--advantage-estimator", "cispo"], ["--eps-clip-c has no effect with"]),
+        (["--loss-type", "sft", "--entropy-coef", "0.1"], ["--entropy-coef has no effect with --loss-type sft"]),
         (["--overlong-buffer-len", "600"], ["--overlong-buffer-len <= --rollout-max-response-len", "600 > 512"]),
         (
             [
@@ -288,6 +315,10 @@ def test_the_name_of_an_environment_variable_is_no_secret(tmp_path: Path):
         (["--eval-prompt-data", "nq", "x"], ["add --eval-interval"]),
         (["--eval-interval", "5", "--eval-prompt-data", "nq"], ["expected pairs NAME PATH, found 1 words"]),
         (["--eval-interval", "5", "--eval-prompt-data", *"axay"], ["a different name for each set"]),
+        (
+            ["--eval-interval", "5", "--eval-prompt-data", "a/b", "x", "a_b", "y"],
+            ["--eval-prompt-data: expected names of letters", "found a/b: metrics", "rename the set"],
+        ),
         (["--prompt-data", "x@[0-3]"], ["expected a slice path@[a:b]", "x@[0-3]"]),
         (["--num-query-groups", "2", "--no-group-query-attention"], ["needs --group-query-attention"]),
     ],
@@ -295,6 +326,30 @@ def test_the_name_of_an_environment_variable_is_no_secret(tmp_path: Path):
 def test_what_is_wrong_is_named_with_a_remedy(flags: list[str], parts: list[str]):
     message = error_of(*flags)
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--no-use-kl-loss", "--kl-loss-coef", "0.01"],  # turned off by name, after the flags of a script
+        ["--kl-loss-coef", "0", "--entropy-coef", "0", "--kl-coef", "0"],
+        ["--kl-coef", "0", "--kl-penalty-type", "k2"],
+        ["--min-lr", "0", "--no-finetune", "--no-eval-before-train", "--save-keep", "0"],
+        ["--eps-clip", "0.2", "--eps-clip-high", "0.28", "--advantage-estimator", "importance_sampling"],
+        ["--eval-interval", "5", "--eval-prompt-data", "nq-test_2.1", "x", "--eval-temperature", "0", "1"],
+        ["--load", "x", "--finetune", "--save", "y", "--save-interval", "5", "--no-save-on-exit"],
+    ],
+)
+def test_what_is_off_or_has_its_switch_is_accepted(flags: list[str]):
+    parse(*flags)
+
+
+def test_all_values_of_another_run_are_accepted_from_its_file(tmp_path: Path):
+    parse("--num-rollout", "7").write(tmp_path / "config.yaml")
+    again = parse("--custom-config-path", str(tmp_path / "config.yaml"), "--num-rollout", "9", "--save", "x")
+    assert (again.num_rollout, again.lr_decay_steps, again.save_on_exit) == (9, 7, True)
+    (tmp_path / "kl.yaml").write_text("kl_loss_coef: 0.01")
+    assert "--kl-loss-coef has no effect" in error_of("--custom-config-path", str(tmp_path / "kl.yaml"))
 
 
 def test_the_batch_must_divide_over_ranks_and_valid_values_are_offered():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +237,36 @@ def test_a_file_of_a_hub_data_set_is_not_sought_here(tmp_path: Path, monkeypatch
     (tmp_path / "owner").mkdir()
     with pytest.raises(ArgumentsError, match=r"found none at owner/repo/train\.parquet"):
         check_files(parse("--prompt-data", "owner/repo/train.parquet@[0:5]"))
+
+
+def checkpoint(folder: Path, step: int, **description: Any) -> Path:
+    """A folder of checkpoints with one, of which there is no more than what it says of itself."""
+    one = folder / f"iter_{step:07d}"
+    one.mkdir(parents=True)
+    (one / "metadata.json").write_text("{}")
+    (one / "sleuth.json").write_text(json.dumps({"step": step, **description}))
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
+    return folder
+
+
+def test_finetuning_starts_a_new_run_from_a_checkpoint_that_is_there(tmp_path: Path):
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    saved, empty = checkpoint(tmp_path / "saved", 5, optimizer_steps=None), tmp_path / "empty"
+    files = ["--hf-checkpoint", str(model_folder(tmp_path)), "--prompt-data", str(tmp_path / "train.jsonl")]
+    check_files(parse(*files, "--finetune", "--load", str(saved), "--save", str(empty)))
+    with pytest.raises(ArgumentsError, match=f"--load: expected a checkpoint .*, found none at {empty}"):
+        check_files(parse(*files, "--finetune", "--load", str(empty), "--save", str(empty)))
+    with pytest.raises(ArgumentsError, match=f"--save: expected .*; --load {saved} without --finetune goes on"):
+        check_files(parse(*files, "--finetune", "--load", str(saved), "--save", str(saved)))
+
+
+def test_a_checkpoint_that_training_cannot_go_on_from_is_told(tmp_path: Path):
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    weights = checkpoint(tmp_path / "weights", 5, optimizer_steps=None)
+    plain = checkpoint(tmp_path / "plain", 5, optimizer_steps=5, distributed_optimizer=False)
+    files = ["--hf-checkpoint", str(model_folder(tmp_path)), "--prompt-data", str(tmp_path / "train.jsonl")]
+    with pytest.raises(ArgumentsError, match=r"found weights without optimizer state; .* add --finetune"):
+        check_files(parse(*files, "--load", str(weights)))
+    check_files(parse(*files, "--load", str(plain)))
+    with pytest.raises(ArgumentsError, match=r"--use-distributed-optimizer is True, .* saved with False"):
+        check_files(parse(*files, "--load", str(plain), "--use-distributed-optimizer"))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import model_validator
+from pydantic import ValidationInfo, model_validator
 
 from sleuth.arguments.all_flags import AllFlags
 from sleuth.arguments.checks import find_problems
@@ -16,8 +16,8 @@ class Args(AllFlags):
     """Every setting of a run; see the groups for the fields."""
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        problems = find_problems(self)
+    def _check(self, info: ValidationInfo) -> Self:
+        problems = find_problems(self, (info.context or {}).get("given", ()))
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from sleuth.arguments.all_flags import AllFlags
+from sleuth.arguments.switches import flag, ineffective_flags
 from sleuth.data_path import DataPath
 from sleuth.hooks.settings import may_be_secret
 
 
-def find_problems(args: AllFlags) -> list[str]:
-    """All contradictions of a configuration, readable without files, GPUs or the model."""
+def find_problems(args: AllFlags, given: Collection[str] = ()) -> list[str]:
+    """All contradictions of a configuration, readable without files, GPUs or the model.
+
+    `given`: the fields that the command line names, whatever their values.
+    """
     checks = (
         _unsupported,
         _layout,
@@ -24,7 +29,7 @@ def find_problems(args: AllFlags) -> list[str]:
         _evaluation,
         _secrets,
     )
-    return [problem for check in checks for problem in check(args)]
+    return [*(problem for check in checks for problem in check(args)), *ineffective_flags(args, given)]
 
 
 def nearest_divisors(total: int, wanted: int, multiple_of: int = 1) -> list[int]:
@@ -109,13 +114,6 @@ def _batches(args: AllFlags) -> Iterator[str]:
             f"rank has of an optimizer step (--global-batch-size {batch} over {ranks} ranks); "
             f"{_nearest(nearest_divisors(batch // ranks, args.micro_batch_size))}"
         )
-    if args.use_dynamic_batch_size and args.micro_batch_size != 1:
-        yield f"--micro-batch-size {args.micro_batch_size}: no effect with --use-dynamic-batch-size; drop one of them"
-    if (
-        not args.use_dynamic_batch_size
-        and args.max_tokens_per_gpu != type(args).model_fields["max_tokens_per_gpu"].default
-    ):
-        yield "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size; add the latter or drop the former"
 
 
 def _nearest(values: list[int]) -> str:
@@ -226,37 +224,19 @@ def _loss(args: AllFlags) -> Iterator[str]:
             "--use-tis with --advantage-estimator importance_sampling corrects for the engine's probability twice; "
             "drop one of them"
         )
-    if args.rejected_in_denominator and not args.custom_tis_function_path:
-        yield (
-            "--rejected-in-denominator has no effect without --custom-tis-function-path: nothing else rejects tokens; "
-            "drop it"
-        )
-    for name in ("tis_clip", "tis_clip_low"):
-        changed = getattr(args, name) != type(args).model_fields[name].default
-        if changed and not (args.use_tis or args.custom_tis_function_path):
-            yield f"{flag(name)} has no effect without --use-tis; add it or drop the bound"
     if args.tis_clip_low > args.tis_clip:
         yield f"expected --tis-clip-low <= --tis-clip, found {args.tis_clip_low} > {args.tis_clip}; swap them"
     if args.min_lr > args.lr:
         yield f"expected --min-lr <= --lr, found {args.min_lr} > {args.lr}; lower --min-lr"
-    if args.loss_type == "sft":
-        for name in ("use_kl_loss", "use_tis", "kl_coef", "overlong_buffer_len", "score_old_log_probs"):
-            if getattr(args, name):
-                yield f"{flag(name)} has no effect with --loss-type sft; drop it"
-        if args.debug_rollout_only:
-            yield "--debug-rollout-only: supervised training has no rollouts; drop it, or --loss-type sft"
-        if args.n_samples_per_prompt != 1:
-            yield f"--loss-type sft: expected --n-samples-per-prompt 1, found {args.n_samples_per_prompt}; drop it"
-    elif args.label_smoothing:
-        yield "--label-smoothing has an effect only with --loss-type sft; drop it"
+    if args.loss_type == "sft" and args.n_samples_per_prompt != 1:
+        yield f"--loss-type sft: expected --n-samples-per-prompt 1, found {args.n_samples_per_prompt}; drop it"
+    if args.loss_type == "sft" and args.debug_rollout_only:
+        yield "--debug-rollout-only: supervised training has no rollouts; drop it, or --loss-type sft"
 
 
 def _overlong(args: AllFlags) -> Iterator[str]:
     buffer, limit = args.overlong_buffer_len, args.rollout_max_response_len
-    if buffer is None:
-        if args.overlong_penalty_factor != type(args).model_fields["overlong_penalty_factor"].default:
-            yield "--overlong-penalty-factor has no effect without --overlong-buffer-len; add it or drop the factor"
-    elif buffer > limit:
+    if buffer is not None and buffer > limit:
         yield (
             f"expected --overlong-buffer-len <= --rollout-max-response-len, found {buffer} > {limit}; lower the former"
         )
@@ -278,6 +258,11 @@ def _evaluation(args: AllFlags) -> Iterator[str]:
         yield "--eval-prompt-data has no effect without --eval-interval; add --eval-interval 25, or drop the sets"
     if pairs and len(pairs) % 2:
         yield f"--eval-prompt-data: expected pairs NAME PATH, found {len(pairs)} words: {' '.join(pairs)}"
+    elif pairs and (bad := [name for name in pairs[::2] if not re.fullmatch(r"[\w.-]+", name)]):
+        yield (
+            f"--eval-prompt-data: expected names of letters, digits, '.', '_' and '-', found {', '.join(bad)}: metrics "
+            "and files are named after them; rename the set"
+        )
     elif pairs and len(set(pairs[::2])) != len(pairs) // 2:
         yield f"--eval-prompt-data: expected a different name for each set, found {', '.join(pairs[::2])}"
 
@@ -296,8 +281,3 @@ def _secret_paths(value: Any, path: str) -> Iterator[str]:
                 yield f"{path}{key}"
             else:
                 yield from _secret_paths(inner, f"{path}{key}.")
-
-
-def flag(name: str) -> str:
-    """`hf_checkpoint` -> `--hf-checkpoint`."""
-    return "--" + name.replace("_", "-")

@@ -11,7 +11,7 @@ from typing import Any
 
 from sleuth.arguments.args import Args
 from sleuth.arguments.parser import ArgumentsError
-from sleuth.checkpoints import TRACKER, find_checkpoint, holds_checkpoint
+from sleuth.checkpoints import TRACKER, find_checkpoint, holds_checkpoint, read_description, resuming_problem
 from sleuth.data_path import DataPath
 from sleuth.engine.launch import missing_engine
 from sleuth.paths import nearest_existing
@@ -81,16 +81,19 @@ def _checkpoint_problems(args: Args) -> Iterator[str]:
             f"none at {args.ref_load}; pass {args.hf_checkpoint} itself, or make a checkpoint with "
             f"`python tools/convert_hf_to_torch_dist.py --hf-checkpoint {args.hf_checkpoint} --save {args.ref_load}`"
         )
-    resumes_own = args.load is not None and args.load == args.save
+    resumes_own = args.load is not None and args.load == args.save and not args.finetune
     if args.load is not None and not resumes_own and not holds_checkpoint(args.load):
         yield f"--load: expected a checkpoint ({TRACKER}), found none at {args.load}; correct the path or drop --load"
     for what, folder in (("--ref-load", args.ref_load), ("--load", args.load)):
         if folder is not None:
             yield from _tracker_problems(what, folder)
-    if args.save is not None and args.load is None and (args.save / TRACKER).is_file():
+    yield from _resuming_problems(args)
+    new_run = args.load is None or args.finetune
+    if args.save is not None and new_run and (args.save / TRACKER).is_file():
         yield (
             f"--save: expected a folder without checkpoints for a new run, found some in {args.save}, which it would "
-            f"replace; --load {args.save} goes on from them, or save elsewhere"
+            f"replace; --load {args.save} {'without --finetune ' if args.finetune else ''}goes on from them, or save "
+            "elsewhere"
         )
 
 
@@ -100,6 +103,20 @@ def _tracker_problems(what: str, folder: Path) -> Iterator[str]:
         find_checkpoint(folder)
     except ValueError as error:
         yield f"{what}: {error}"
+
+
+def _resuming_problems(args: Args) -> Iterator[str]:
+    """A checkpoint that is there, but that training cannot go on from."""
+    if args.load is None or args.finetune:
+        return
+    try:
+        found = find_checkpoint(args.load)
+    except ValueError:
+        return  # told already
+    if found is None or not read_description(found):
+        return  # of something else's making: the trainer will see
+    if problem := resuming_problem(found, distributed=args.use_distributed_optimizer):
+        yield problem
 
 
 def _data_problems(args: Args) -> Iterator[str]:

@@ -55,7 +55,7 @@ def parse_args(argv: Sequence[str] | None = None, *, model: type[GroupT] = Args)
             raise ArgumentsError(_list_problems(problems))
         values |= sections
     try:
-        return model(**values)
+        return model.model_validate(values, context={"given": frozenset(given)})
     except ValidationError as error:
         raise ArgumentsError(_list_problems(_sentences(error, model))) from None
 

@@ -75,9 +75,18 @@ class CheckpointArgs(Group):
         None,
         description="torch_dist checkpoint to resume from; the folder of --save may still be empty.",
     )
+    finetune: bool = Field(
+        False,
+        description="Take only the weights of --load: a new run, from step 1 and the data's first row, with a new "
+        "optimizer.",
+    )
     save: Path | None = Field(None, description="Folder for checkpoints; without it nothing is saved.")
     save_interval: PositiveInt = Field(20, description="Steps between checkpoints; the last step is always saved.")
     save_keep: NonNegativeInt = Field(0, description="How many of the latest checkpoints to keep; 0 keeps all.")
+    save_on_exit: bool = Field(
+        True,
+        description="On ctrl-C or SIGTERM save the last whole step first, within 60 s, where --save is given.",
+    )
     run_dir: Path = Field(
         default_factory=_start_time_folder,
         description="Folder for logs, metrics and trajectories of this run [runs/<UTC start time>].",

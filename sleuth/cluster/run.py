@@ -1,36 +1,108 @@
-"""Start and stop everything a run needs."""
+"""Start and stop everything a run needs, and take its steps so that each is whole or not there."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sleuth.arguments import Args
 from sleuth.cluster.placement import Placement, place, ray_session
-from sleuth.cluster.rollout_group import RolloutGroup
+from sleuth.cluster.progress import Progress
+from sleuth.cluster.rollout_group import RolloutGroup, StepRefs
+from sleuth.cluster.signals import Interruption
 from sleuth.cluster.train_group import TrainGroup
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Run:
-    """A started run: its two sides, and how many steps a checkpoint already holds."""
+    """A started run: its two sides, and how far they are."""
 
+    args: Args
     trainer: TrainGroup
     rollout: RolloutGroup
-    steps_done: int
+    progress: Progress
+    interruption: Interruption
+    _rollout_state: dict[str, Any] = field(default_factory=dict)
+    _whole: bool = True
+
+    @property
+    def steps_done(self) -> int:
+        """Steps whose training is done, those of a loaded checkpoint included."""
+        return self.progress.done
+
+    def generate(self, step: int) -> StepRefs:
+        """Begin `step`: its data."""
+        self.progress.step = step
+        return self.rollout.generate(step)
+
+    def train(self, step: int, data: StepRefs, metrics: dict[str, float]) -> None:
+        """Train on the data of `step`; adds to `metrics`, which are there even if an interruption has waited.
+
+        What a checkpoint of the step needs of the rollout is taken down before, since the next step's rollout moves
+        on. The step counts as done, and the trainer as whole, when every rank says so: an interruption waits for
+        that. Where it cannot, or a rank fails, nothing is saved any more: the weights may be those of half a step.
+        """
+        state = self.rollout.state_dict()
+        with self._held(f"step {step} is trained to its end, to be saved"):
+            self._whole = False
+            metrics |= self.trainer.train(data.shards)
+            self.progress.done, self._rollout_state, self._whole = step, state, True
+
+    def save(self) -> None:
+        """Save the steps that are done under --save."""
+        done = self.progress.done
+        with self._held(f"step {done} is saved in {self.args.save}"):
+            self.trainer.save(done, self._rollout_state)
+            self.progress.saved, self.progress.folder = done, self.args.save
+
+    @contextmanager
+    def saved_on_exit(self) -> Iterator[None]:
+        """Where the body is interrupted, save what is done and not saved; KeyboardInterrupt then says how things are.
+
+        Between the calls of `train` nothing changes the trainer, and its ranks answer one call after the other.
+        """
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._save_if_needed()
+            raise KeyboardInterrupt(self.progress.interrupted()) from None
+
+    def _save_if_needed(self) -> None:
+        progress = self.progress
+        if not self._saves_on_exit or self.interruption.gave_up:
+            return
+        if not self._whole or progress.saved == progress.done:
+            return
+        try:
+            self.save()
+        except KeyboardInterrupt:
+            logger.info("the save on exit was given up")
+        except Exception as error:
+            logger.warning("step %d could not be saved on exit: %s", progress.done, error)
+
+    @property
+    def _saves_on_exit(self) -> bool:
+        return self.args.save is not None and self.args.save_on_exit
+
+    def _held(self, what: str) -> AbstractContextManager[None]:
+        return self.interruption.held(what) if self._saves_on_exit else nullcontext()
 
 
 @contextmanager
-def start_run(args: Args, run_dir: Path) -> Iterator[Run]:
+def start_run(args: Args, run_dir: Path, interruption: Interruption) -> Iterator[Run]:
     """Start trainer and engines side by side; stop them, and only them, at the end."""
     with _rollout_side(args, run_dir) as (placement, rollout):
         trainer = TrainGroup(args, run_dir, placement)
         rollout.wait_until_loaded()
         steps_done, state = trainer.wait_until_ready()
         rollout.wait_until_ready(state)
-        yield Run(trainer, rollout, steps_done)
+        yield Run(args, trainer, rollout, Progress.start(steps_done, args.load), interruption)
 
 
 @contextmanager

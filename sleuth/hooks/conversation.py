@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sleuth.hooks.context import Generation, rollout_context
-from sleuth.sample import Sample, SampleStatus, Source, StopReason
+from sleuth.sample import Sample, SampleStatus, Source, StopReason, check_ids
 from sleuth.tokens import decode, encode
 
 
@@ -100,10 +100,12 @@ class Conversation:
     def observe(self, content: str | Sequence[int], source: Source = "observation") -> bool:
         """Append what the environment says, as text or ids; it is never trained on.
 
-        False if it leaves no token to generate: the sample is then finished, and nothing was appended.
+        False if it leaves no token to generate: the sample is then finished, and nothing was appended. Raises
+        ValueError for ids that the model has no embedding of.
         """
         self._check_unfinished("observe")
         ids = encode(content, self.tokenizer).ids if isinstance(content, str) else list(content)
+        check_ids(ids, self.vocab_size)
         if len(ids) >= self.room:
             self._end(SampleStatus.TRUNCATED, StopReason.CONTEXT_LIMIT)
             return False

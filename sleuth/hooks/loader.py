@@ -11,7 +11,7 @@ import pkgutil
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 HookKind = Literal["generate", "reward", "tis", "filter", "search"]
 SLOW_IMPORT_SECONDS = 10.0
+THREAD_SECONDS = 1.0
+"""How long a thread that an import started may go on after the process wants to end."""
 
 
 @dataclass(frozen=True)
@@ -170,13 +172,28 @@ def _import(module_name: str, path: str, contract: _Contract) -> ModuleType:
             f"{contract.flag} {path}: module {module_name} was found but failed to import: "
             f"{type(error).__name__}: {error}"
         ) from error
-    started = [t.name for t in threading.enumerate() if t not in threads and not t.daemon]
+    started = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
     if started:
+        _end_in_spite_of(started)
         raise ValueError(
-            f"{contract.flag} {path}: importing {module_name} starts the thread {', '.join(started)}, which would keep "
-            "every process of the run from ending; start it in the hook, or as a daemon"
+            f"{contract.flag} {path}: importing {module_name} starts the thread {', '.join(t.name for t in started)}, "
+            "which would keep every process of the run from ending; start it in the hook, or as a daemon"
         )
     return module
+
+
+def _end_in_spite_of(threads: Sequence[threading.Thread]) -> None:
+    """Python waits at its end for threads that are no daemons, maybe for ever: end this process all the same."""
+
+    def end() -> None:
+        threading.main_thread().join()
+        for thread in threads:
+            thread.join(THREAD_SECONDS)
+        if any(thread.is_alive() for thread in threads):
+            sys.stdout.flush()
+            os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 @contextmanager

@@ -49,9 +49,9 @@ class Settings(SettingsPart):
         cls, section: str = "", flat: bool = False, flags: Mapping[str, str] | None = None, **kwargs: Any
     ) -> None:
         super().__init_subclass__(**kwargs)
-        if section:
-            cls.section = section
-            _classes.setdefault(section, []).append(cls)
+        cls.section = section or cls.section
+        if cls.section:
+            _classes.setdefault(cls.section, []).append(cls)
         cls.flat, cls.flags = flat or cls.flat, flags or cls.flags
 
     @classmethod
@@ -137,8 +137,12 @@ def may_be_secret(key: Any) -> bool:
 
 
 def settings_of(module: ModuleType) -> list[type[Settings]]:
-    """The sections that a module declares. Raises ValueError if two of its classes have one section."""
+    """The sections that a module declares, a class's own subclass in its place.
+
+    Raises ValueError if two of its classes have one section.
+    """
     found = {value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Settings)}
+    found -= {base for cls in found for base in cls.__mro__[1:] if getattr(base, "section", "") == cls.section}
     classes = sorted((cls for cls in found if cls.section), key=lambda cls: cls.__name__)
     names = [cls.section for cls in classes]
     for name in names:

@@ -41,7 +41,8 @@ class ScriptedEngine:
         turn = self._turns[number]
         if isinstance(turn, Generation):
             return turn
-        ids, text = self._generate(turn, sampling_params.get("stop") or ())
+        stop = sampling_params.get("stop") or ()
+        ids, text = self._generate(turn, [stop] if isinstance(stop, str) else stop)
         limit = sampling_params["max_new_tokens"]
         if len(ids) >= limit:  # SGLang looks at the limit before the stop strings
             ids = ids[:limit]

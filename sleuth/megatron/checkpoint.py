@@ -34,8 +34,7 @@ from sleuth.paths import follow_umask
 
 logger = logging.getLogger(__name__)
 
-_DESCRIPTION, _ROLLOUT_STATE = "sleuth.json", "rollout_state.json"
-_EXTRA_STATE = "._extra_state"
+_ROLLOUT_STATE, _EXTRA_STATE = "rollout_state.json", "._extra_state"
 _FORMAT = 1
 
 
@@ -122,7 +121,9 @@ class Checkpoints:
         found = checkpoints.find_checkpoint(folder)
         if found is None:
             return None
-        description = self._check(found)
+        if problem := checkpoints.resuming_problem(found, distributed=self._distributed):
+            raise ValueError(problem)
+        description = checkpoints.read_description(found)
         metadata = _sharding_metadata()
         model_state = _without_extra_state(_model_state(self.chunks, metadata))
         optimizer_state = self.optimizer.sharded_state_dict(model_state, loading=True, metadata=metadata)
@@ -132,22 +133,6 @@ class Checkpoints:
         self.optimizer.load_state_dict(state["optimizer"], description["optimizer_steps"])
         _restore_random_state(found, description)
         return description["step"], json.loads((found / _ROLLOUT_STATE).read_text())
-
-    def _check(self, found: Path) -> dict[str, Any]:
-        """The checkpoint's description. ValueError if training cannot be resumed from it as configured."""
-        path = found / _DESCRIPTION
-        description = json.loads(path.read_text()) if path.is_file() else {"optimizer_steps": None}
-        if description["optimizer_steps"] is None:
-            raise ValueError(
-                f"expected a training checkpoint in --load {found}, found weights without optimizer state; "
-                "pass it as --ref-load to start a new run from it"
-            )
-        if description["distributed_optimizer"] != self._distributed:
-            raise ValueError(
-                f"--use-distributed-optimizer is {self._distributed}, but the checkpoint in {found} was saved with "
-                f"{not self._distributed}; give the flag as it was then"
-            )
-        return description
 
     def _write(self, unfinished: Path, step: int, rollout_state: dict[str, Any]) -> None:
         metadata = _sharding_metadata()
@@ -303,6 +288,6 @@ def _restore_random_state(found: Path, description: dict[str, Any]) -> None:
 
 
 def _finish(unfinished: Path, description: dict[str, Any], rollout_state: dict[str, Any]) -> None:
-    (unfinished / _DESCRIPTION).write_text(json.dumps(description, indent=1))
+    (unfinished / checkpoints.DESCRIPTION).write_text(json.dumps(description, indent=1))
     (unfinished / _ROLLOUT_STATE).write_text(json.dumps(rollout_state))
     follow_umask(unfinished)

@@ -114,9 +114,7 @@ class PolicyOptimizer:
     def step(self) -> StepResult:
         """Clip, update the weights, advance the schedule. FloatingPointError if the gradient is not finite."""
         lr = learning_rate(self.args, self.steps_done)
-        for group in self.inner.param_groups:
-            group["lr"] = lr
-            group["weight_decay"] = self.args.weight_decay * group["wd_mult"]
+        self._apply_settings(lr)
         _, grad_norm, _ = self.inner.step()
         grad_norm = float(grad_norm)
         if not math.isfinite(grad_norm):
@@ -127,14 +125,24 @@ class PolicyOptimizer:
         self.steps_done += 1
         return StepResult(grad_norm, lr)
 
+    def _apply_settings(self, lr: float) -> None:
+        """Set whatever a user can set of Adam: a loaded state brings along the values that it was saved with."""
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self.args.weight_decay * group["wd_mult"]
+            group["betas"] = (self.args.adam_beta1, self.args.adam_beta2)
+            group["eps"] = self.args.adam_eps
+
     def sharded_state_dict(self, model_state: dict[str, Any], *, loading: bool, metadata: dict[str, Any]) -> Any:
         """Megatron's description of the optimizer's state for saving, or for loading into."""
         return self.inner.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
 
     def load_state_dict(self, state: Any, steps_done: int) -> None:
+        """Go on from a saved state, whose moments and step count hold; the settings are those of `args`."""
         self.inner.load_state_dict(state)
         self._unshare_step()
         self.steps_done = steps_done
+        self._apply_settings(learning_rate(self.args, steps_done))
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """What lies on the device: Adam's parameters (of bfloat16 weights a float32 copy) and its moments."""

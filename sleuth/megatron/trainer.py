@@ -70,6 +70,7 @@ class TrainerSettings(
     load: Path | None
     save: Path | None
     save_keep: int
+    finetune: bool
     score_old_log_probs: bool
 
 
@@ -89,6 +90,8 @@ class Trainer:
         self.weights = WeightMap(self.chunks, self.shape)
         self._load_initial_weights()
         self._reference = Reference(self.chunks) if args.use_kl_loss or args.kl_coef else None
+        if args.finetune and args.load is not None:  # before the optimizer, which copies the weights
+            load_weights(self.chunks, args.load)
 
         reduction = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer
@@ -171,8 +174,8 @@ class Trainer:
             load_hf_weights(self.weights, Path(self.args.ref_load or self.args.hf_checkpoint))
 
     def _resume(self) -> None:
-        """Go on from --load, if it holds a checkpoint."""
-        if self.args.load is None:
+        """Go on from --load, if it holds a checkpoint; with --finetune only its weights are used."""
+        if self.args.load is None or self.args.finetune:
             return
         resumed = self.checkpoints.load_latest(Path(self.args.load))
         if resumed is None:

@@ -20,11 +20,14 @@ RUN_SECONDS = 600.0
 
 
 @contextmanager
-def started_training(flags: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """`train.py` with its output captured, in a session of its own as from a terminal; killed if it still runs."""
+def started_training(flags: list[str], folder: Path = ROOT) -> Iterator[subprocess.Popen[str]]:
+    """`train.py`, typed in `folder`, in a session of its own as from a terminal; killed if it still runs.
+
+    Its output is captured.
+    """
     process = subprocess.Popen(
-        [sys.executable, "train.py", *flags],
-        cwd=ROOT,
+        [sys.executable, str(ROOT / "train.py"), *flags],
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -40,9 +43,9 @@ def started_training(flags: list[str]) -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
-def run_training(flags: list[str]) -> tuple[int, str]:
+def run_training(flags: list[str], folder: Path = ROOT) -> tuple[int, str]:
     """Exit code and output of a finished run; one that does not finish in time fails the test."""
-    with started_training(flags) as process:
+    with started_training(flags, folder) as process:
         try:
             output, _ = process.communicate(timeout=RUN_SECONDS)
         except subprocess.TimeoutExpired:

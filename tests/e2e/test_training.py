@@ -36,6 +36,7 @@ def test_a_run_trains_saves_and_resumes(tmp_path, flags):
     resumed = ["--load", str(tmp_path / "save"), "--num-rollout", "3", "--update-weights-through", "disk"]
     code, output = run_training([*flags, *resumed])
     assert code == 0, output
+    assert f"resumed from step 2 of {tmp_path / 'save'}\n" in output
     lines = metrics_of(tmp_path / "run")
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert lines[3]["train/rollout_logprob_abs_diff"] < 1e-4
@@ -76,11 +77,12 @@ def test_a_signal_stops_everything_and_keeps_the_last_checkpoint(tmp_path, flags
         process.send_signal(number)
         output, _ = process.communicate(timeout=90)
     assert process.returncode == 1
-    assert f"interrupted: the last checkpoint is whole; --load {tmp_path / 'save'}" in output
+    step, save = int(tracker.read_text()), tmp_path / "save"
+    assert f"; step {step} is saved in {save}; --load {save} goes on from it" in output
     assert "has the engine died" not in output
     assert "Traceback" not in output
     wait_until(lambda: not processes_of(tmp_path / "run"), "an end of all processes", seconds=20)
-    step = int(tracker.read_text())
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == list(range(step + 1))
     assert (tmp_path / f"save/iter_{step:07d}/metadata.json").exists()
 
 

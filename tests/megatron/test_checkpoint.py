@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.megatron.harness import Task, make_args, make_samples, new_trainer, run_tasks, save_tiny_model, shares
+from sleuth.megatron.convert import hf_to_torch_dist
+from tests.megatron.harness import (
+    Reference,
+    Task,
+    make_args,
+    make_samples,
+    new_trainer,
+    run_tasks,
+    save_tiny_model,
+    shares,
+)
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900)]  # one fixture runs all cases
 
@@ -42,6 +52,33 @@ def resume_task(rank: int, world: int, folder: str, load: str, **flags: Any) -> 
         "metrics": trainer.train(shares(trainer, args, make_samples(seed=1))),
         "weights": dict(trainer.hf_weights()),
     }
+
+
+# Everything that a user can set of Adam and its schedule; with these the next step differs in every respect.
+SETTINGS = {
+    **{"lr": 3e-2, "lr_decay_style": "linear", "lr_decay_steps": 4, "min_lr": 1e-3, "weight_decay": 0.4},
+    **{"adam_beta1": 0.5, "adam_beta2": 0.7, "adam_eps": 1e-2, "clip_grad": 0.05},
+}
+
+
+def other_settings_task(rank: int, world: int, folder: str, load: str, **flags: Any) -> dict[str, Any]:
+    """Load with other settings of the optimizer: what its groups hold then, and a step."""
+    args = make_args(folder, world, load=load, **SETTINGS, **flags)
+    trainer = new_trainer(args)
+    names = ("betas", "eps", "lr", "weight_decay")
+    groups = [{name: group[name] for name in names} for group in trainer.optimizer.inner.param_groups]
+    metrics = trainer.train(shares(trainer, args, make_samples(seed=1)))
+    return {"groups": groups, "metrics": metrics, "weights": dict(trainer.hf_weights())}
+
+
+def finetune_task(rank: int, world: int, folder: str, load: str, **flags: Any) -> dict[str, Any]:
+    """Start from a checkpoint's weights alone, and train a step."""
+    args = make_args(folder, world, load=load, finetune=True, **flags)
+    trainer = new_trainer(args)
+    before = {name: weight.clone() for name, weight in trainer.hf_weights()}
+    started = (trainer.steps_done, trainer.rollout_state, trainer.optimizer.steps_done)
+    metrics = trainer.train(shares(trainer, args, make_samples(seed=1)))
+    return {"started": started, "before": before, "metrics": metrics, "weights": dict(trainer.hf_weights())}
 
 
 def robust_task(rank: int, world: int, folder: str, save: str) -> dict[str, Any]:
@@ -130,7 +167,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     save_tiny_model(root / "other", "qwen2", seed=9)
     save_tiny_model(root / "deep", "qwen2", num_hidden_layers=8)
     save_tiny_model(root / "deep other", "qwen2", num_hidden_layers=8, seed=9)
-    names = ("model", "other", "deep", "deep other", "plain", "sharded", "interleaved", "robust", "small", "full")
+    names = (
+        "model",
+        "other",
+        "deep",
+        "deep other",
+        "plain",
+        "sharded",
+        "interleaved",
+        "reference",
+        "robust",
+        "small",
+        "full",
+    )
     return {name: str(root / name) for name in names}
 
 
@@ -138,8 +187,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def results(folders: dict[str, str]) -> dict[str, Any]:
     """One start of the processes for each number of them."""
     model, other = {"folder": folders["model"]}, {"folder": folders["other"]}
+    hf_to_torch_dist(Path(folders["model"]), Path(folders["reference"]))
+    with_reference = {"ref_load": folders["reference"], "use_kl_loss": True}
     one = {
         "plain": Task(save_task, model | {"save": folders["plain"]}),
+        "plain, other settings": Task(other_settings_task, other | {"load": folders["plain"]}),
+        "plain, weights alone": Task(finetune_task, other | {"load": folders["plain"]} | with_reference),
         "plain resumed": Task(resume_task, other | {"load": folders["plain"]}),
         "robust": Task(robust_task, model | {"save": folders["robust"]}),
         "small disk": Task(small_disk_task, model | {"save": folders["small"]}),
@@ -150,6 +203,8 @@ def results(folders: dict[str, str]) -> dict[str, Any]:
         "plain on PP2": Task(resume_task, other | {"load": folders["plain"], "pipeline_model_parallel_size": 2}),
         "sharded": Task(save_task, model | {"save": folders["sharded"]} | DISTRIBUTED),
         "sharded resumed": Task(resume_task, other | {"load": folders["sharded"]} | DISTRIBUTED),
+        "sharded, other settings": Task(other_settings_task, other | {"load": folders["sharded"]} | DISTRIBUTED),
+        "sharded, weights alone": Task(finetune_task, other | {"load": folders["sharded"]} | DISTRIBUTED),
         "sharded on TP2": Task(
             resume_task, other | {"load": folders["sharded"], "tensor_model_parallel_size": 2} | DISTRIBUTED
         ),
@@ -189,6 +244,62 @@ def test_resuming_in_another_layout(name: str, source: str, results: dict[str, A
     assert found["metrics"]["train/grad_norm"] == pytest.approx(expected["metrics"]["train/grad_norm"], rel=1e-5)
     for key, weight in found["weights"].items():
         torch.testing.assert_close(weight, expected["weights"][key], rtol=1e-5, atol=2e-5, msg=key)
+
+
+def after_a_step(folders: dict[str, str]) -> Reference:
+    """The same training in plain torch, up to where the checkpoint was saved."""
+    reference = Reference(make_args(folders["model"]))
+    reference.train([make_samples()])
+    return reference
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Each tensor within 1e-5 of its norm."""
+    for name, weight in found.items():
+        difference = (weight - expected[name]).norm() / expected[name].norm()
+        assert difference < 1e-5, f"{name}: {difference:.1e}"
+
+
+@pytest.mark.parametrize("name", ["plain", "sharded"])
+def test_other_settings_of_the_optimizer_hold_after_resuming(
+    name: str, folders: dict[str, str], results: dict[str, Any]
+) -> None:
+    reference = after_a_step(folders)
+    reference.args = make_args(folders["model"], **SETTINGS)
+    lr = 3e-2 + (1e-3 - 3e-2) / 4  # a straight line over 4 optimizer steps, of which one is done
+    for group in reference.optimizer.param_groups:
+        decay = SETTINGS["weight_decay"] if group["weight_decay"] else 0.0
+        group.update(lr=lr, betas=(0.5, 0.7), eps=1e-2, weight_decay=decay)
+    (expected,) = reference.train([make_samples(seed=1)])
+    for found in results[f"{name}, other settings"]:
+        for group in found["groups"]:
+            assert (group["betas"], group["eps"]) == ((0.5, 0.7), 1e-2)
+            assert group["lr"] == pytest.approx(lr)
+        assert {group["weight_decay"] for group in found["groups"]} == {0.0, 0.4}
+        assert found["metrics"]["train/lr"] == pytest.approx(lr)
+        assert found["metrics"]["train/grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        assert_close(found["weights"], reference.weights())
+
+
+@pytest.mark.parametrize("name", ["plain", "sharded"])
+def test_finetuning_takes_the_weights_and_nothing_else(
+    name: str, folders: dict[str, str], results: dict[str, Any]
+) -> None:
+    first = after_a_step(folders)
+    fresh = Reference(make_args(folders["model"]))
+    fresh.model.load_state_dict(first.model.state_dict())
+    for found in results[f"{name}, weights alone"]:
+        assert found["started"] == (0, {}, 0)
+        assert_close(found["before"], first.weights())
+    if name == "sharded":
+        fresh.train([make_samples(seed=1)])
+        for found in results[f"{name}, weights alone"]:
+            assert_close(found["weights"], fresh.weights())
+
+
+def test_finetuning_keeps_the_reference_of_its_own_flag(results: dict[str, Any]) -> None:
+    (found,) = results["plain, weights alone"]
+    assert found["metrics"]["train/kl_loss"] > 1e-3  # the checkpoint's policy has left the reference by a step
 
 
 def test_a_failed_save_leaves_the_last_checkpoint(results: dict[str, Any]) -> None:

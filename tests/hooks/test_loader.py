@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sleuth.hooks import HookKind, accepts_evaluation, check_hooks, describe_hooks, load_hook
+from sleuth.hooks import HookKind, accepts_evaluation, check_hooks, describe_hooks, load_hook, loader
+
+ROOT = Path(__file__).resolve().parents[2]
 
 HOOKS = """
 from functools import partial
@@ -130,3 +136,55 @@ def test_a_module_of_hooks_checks_its_own_settings():
     wrong = {"search_r1": {"search_backend": "bing"}}
     with pytest.raises(ValueError, match="no search backend is named 'bing'; expected local, google"):
         check_hooks(flags(custom_generate_function_path=path, custom_config=wrong))
+
+
+def test_a_module_that_imports_slowly_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(loader, "SLOW_IMPORT_SECONDS", 0.05)
+    (folder / "slow_hooks.py").write_text("import time\ntime.sleep(0.3)\nasync def reward_func(args, sample): ...\n")
+    with caplog.at_level(logging.WARNING):
+        load_hook("slow_hooks.reward_func", "reward")
+        load_hook("some_hooks.reward_func", "reward")
+    assert [r.message for r in caplog.records] == ["importing the hook module slow_hooks takes more than 0 s"]
+
+
+def test_a_module_that_ends_the_program_does_not(folder: Path):
+    (folder / "leaving_hooks.py").write_text("raise SystemExit(3)\n")
+    with pytest.raises(ValueError, match="module leaving_hooks was found but failed to import: SystemExit: 3"):
+        load_hook("leaving_hooks.f", "reward")
+
+
+THREAD = """
+import threading, time
+threading.Thread(target=time.sleep, args=({seconds},), name="warmer", daemon={daemon}).start()
+async def reward_func(args, sample): ...
+"""
+
+
+def test_a_module_may_start_daemons_only(folder: Path):
+    (folder / "daemon_hooks.py").write_text(THREAD.format(seconds=30, daemon=True))
+    load_hook("daemon_hooks.reward_func", "reward")
+    (folder / "thread_hooks.py").write_text(THREAD.format(seconds=0.5, daemon=False))
+    with pytest.raises(ValueError, match="importing thread_hooks starts the thread warmer, which would keep every"):
+        load_hook("thread_hooks.reward_func", "reward")
+
+
+def test_a_thread_that_goes_on_does_not_keep_the_command_that_refused_it(folder: Path):
+    (folder / "thread_hooks.py").write_text(THREAD.format(seconds=600, daemon=False))
+    start = time.monotonic()
+    flags = ["--custom-rm-path", "thread_hooks.reward_func", "--prompt-data", "x.parquet", "--scripted", "x.yaml"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/try_hook.py", *flags], cwd=folder, capture_output=True, text=True, timeout=200
+    )
+    assert "error: --custom-rm-path thread_hooks.reward_func: importing thread_hooks starts the thread" in done.stderr
+    assert done.returncode != 0
+    assert time.monotonic() - start < 150
+
+
+def test_a_hook_is_found_in_the_folder_where_the_command_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "typed_here").mkdir()
+    (tmp_path / "typed_here/local_hooks.py").write_text("async def reward_func(args, sample): ...\n")
+    monkeypatch.chdir(tmp_path / "typed_here")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert load_hook("local_hooks.reward_func", "reward")
