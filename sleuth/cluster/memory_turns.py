@@ -19,11 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+if TYPE_CHECKING:
+    from sleuth.megatron.lending import Part  # megatron belongs into the trainer's processes
+
+TRAINER_PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 ENGINE_PARTS = ("weights", "kv_cache", "cuda_graph")
-"""SGLang's tags. A graph is taken back after what it refers to."""
-TRAINER_PARTS = ("weights", "gradients", "optimizer")
+"""SGLang's tags."""
+
+
+PartT = TypeVar("PartT", bound=str)
 
 
 class Turn(Enum):
@@ -41,7 +47,7 @@ ENGINES_HOLD: Mapping[Turn, tuple[str, ...]] = {
     Turn.SYNC: ("weights",),
     Turn.SAVE: ("weights",),
 }
-TRAINER_HOLDS: Mapping[Turn, tuple[str, ...]] = {
+TRAINER_HOLDS: Mapping[Turn, tuple[Part, ...]] = {
     Turn.GENERATE: (),
     Turn.TRAIN: TRAINER_PARTS,
     Turn.SYNC: ("weights",),
@@ -68,9 +74,9 @@ class EngineSide(Protocol):
 class TrainerSide(Protocol):
     """All ranks of the trainer."""
 
-    def lend(self, parts: tuple[str, ...]) -> None: ...
+    def lend(self, parts: tuple[Part, ...]) -> None: ...
 
-    def take_back(self, parts: tuple[str, ...]) -> None: ...
+    def take_back(self, parts: tuple[Part, ...]) -> None: ...
 
 
 class MemoryTurns:
@@ -110,5 +116,5 @@ class MemoryTurns:
         return self._keep + _without(ENGINES_HOLD[turn], self._keep)
 
 
-def _without(parts: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
+def _without(parts: tuple[PartT, ...], others: tuple[PartT, ...]) -> tuple[PartT, ...]:
     return tuple(part for part in parts if part not in others)

@@ -27,7 +27,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def lend_task(rank: int, world: int, folder: str, **flags: Any) -> dict[str, Any]:
     """The same three steps, of two optimizer steps each, without lending and with it."""
-    args = make_args(folder, world, use_kl_loss=True, ref_load=folder, **flags).model_copy(update={"global_batch_size": 6})
+    args = make_args(folder, world, use_kl_loss=True, ref_load=folder, **flags).model_copy(
+        update={"global_batch_size": 6}
+    )
     plain = train(new_trainer(args), args, lending=False)
     return {"plain": plain, "lent": train(new_trainer(args), args, lending=True)}
 
