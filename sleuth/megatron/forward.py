@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from sleuth.algo.context_parallel import zigzag_index
 from sleuth.algo.optimizer_steps import OptimizerStepBatch, PackedBatch, pack
 from sleuth.megatron import device, parallel
+from sleuth.megatron.attention import PackedRow
 from sleuth.megatron.logprobs import HeadOptions
 from sleuth.sample import TrainSample
 
@@ -85,18 +85,9 @@ class MicroBatch:
         row[self.selected] = values
         return parallel.gather_context(row, self.packed.lengths)
 
-    def packed_seq_params(self) -> PackedSeqParams:
+    def packed_row(self) -> PackedRow:
         bounds = self.packed.cu_seqlens.to(device.local_device())
-        longest = max(self.packed.lengths)
-        return PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
-            cu_seqlens_q_padded=bounds,
-            cu_seqlens_kv_padded=bounds,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
+        return PackedRow.of(self.packed.lengths, bounds, parallel_state.get_context_parallel_world_size())
 
 
 def finalize_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
@@ -120,7 +111,7 @@ def run_model(
         output = model(
             batch.local.input_ids[None],
             batch.local.position_ids[None],
-            packed_seq_params=batch.packed_seq_params(),
+            packed_seq_params=batch.packed_row(),
             selected=batch.selected,
             targets=batch.of_selected(batch.local.targets),
             options=options,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
@@ -56,6 +57,7 @@ class LentMemory:
     def lend(self, parts: Iterable[Part] = PARTS) -> None:
         """Free the device's memory of `parts`; those that are away stay so."""
         self.wait()
+        parallel_state.get_global_memory_buffer().buffer.clear()  # what sequence parallelism gathers into
         leaving = {part: self._tensors(part) for part in parts if not self._parts[part].away}
         for part, tensors in leaving.items():
             if part != "gradients":

@@ -20,7 +20,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -240,7 +239,7 @@ class PolicyModel(GPTModel):
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: PackedRow,
         selected: Tensor,
         targets: Tensor,
         options: HeadOptions,
@@ -264,18 +263,15 @@ class PolicyModel(GPTModel):
     def logits(self, ids: Tensor) -> Tensor:
         """[T] -> [T, V], of one sequence in a process that holds the whole model."""
         bounds = torch.tensor([0, len(ids)], dtype=torch.int32, device=ids.device)
-        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-        row = PackedSeqParams(
-            qkv_format="thd", max_seqlen_q=len(ids), max_seqlen_kv=len(ids), **dict.fromkeys(names, bounds)
-        )
+        row = PackedRow.of([len(ids)], bounds, 1)
         hidden = self._hidden(ids[None], torch.arange(len(ids), device=ids.device)[None], row)
         return hidden.squeeze(1) @ self._head().T
 
-    def _hidden(self, input_ids: Tensor, position_ids: Tensor, packed_seq_params: PackedSeqParams) -> Tensor:
+    def _hidden(self, input_ids: Tensor, position_ids: Tensor, packed_seq_params: PackedRow) -> Tensor:
         if self.position_embedding_type == "none":
             frequencies = self.shape.rotary_frequencies(position_ids.device)
             angles = rotary_angles(position_ids[0], frequencies, self.config.params_dtype)
-            packed_seq_params = PackedRow(**vars(packed_seq_params), rotary=angles)
+            packed_seq_params = dataclasses.replace(packed_seq_params, rotary=angles)
         hidden: Tensor = super().forward(input_ids, position_ids, None, packed_seq_params=packed_seq_params)
         return hidden
 

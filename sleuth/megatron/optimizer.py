@@ -3,7 +3,7 @@
 Norms and biases have no weight decay. The state of torch's AdamW, which megatron uses where neither
 TransformerEngine nor Apex is installed, needs two repairs under the distributed optimizer: it must exist before
 it can be saved or loaded, and after a load all parameters share one `step` tensor, which AdamW then advances
-once a parameter instead of once a step.
+once a parameter instead of once a step. On a GPU its fused kernel is used, which takes no memory of its own.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
+    clip_grads,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import local_multi_tensor_l2_norm
 
 from sleuth.megatron.device import local_device
 from sleuth.megatron.model import resolve_dtype
@@ -83,6 +85,7 @@ class PolicyOptimizer:
         self.args = args
         self.steps_done = 0
         _keep_step_when_loading()
+        _keep_norm_on_device()
         dtype = resolve_dtype(args.dtype)
         config = OptimizerConfig(
             optimizer="adam",
@@ -132,6 +135,7 @@ class PolicyOptimizer:
             group["weight_decay"] = self.args.weight_decay * group["wd_mult"]
             group["betas"] = (self.args.adam_beta1, self.args.adam_beta2)
             group["eps"] = self.args.adam_eps
+            group["fused"] = self._fused or None  # in whose place "foreach" would take a copy of a moment's size
 
     def sharded_state_dict(self, model_state: dict[str, Any], *, loading: bool, metadata: dict[str, Any]) -> Any:
         """Megatron's description of the optimizer's state for saving, or for loading into."""
@@ -155,6 +159,15 @@ class PolicyOptimizer:
         chained = getattr(self.inner, "chained_optimizers", [self.inner])
         return [optimizer.optimizer for optimizer in chained if optimizer.optimizer is not None]
 
+    @property
+    def _fused(self) -> bool:
+        return local_device().type == "cuda"
+
+    @property
+    def _step_device(self) -> torch.device:
+        """The fused kernel reads AdamW's step count on the device; else the host does."""
+        return local_device() if self._fused else torch.device("cpu")
+
     def _create_state(self) -> None:
         for optimizer in self._torch_optimizers():
             if not isinstance(optimizer, torch.optim.Adam):
@@ -162,7 +175,7 @@ class PolicyOptimizer:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     optimizer.state[parameter] = {
-                        "step": torch.tensor(0.0),
+                        "step": torch.tensor(0.0, device=self._step_device),
                         "exp_avg": torch.zeros_like(parameter),
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
@@ -171,7 +184,19 @@ class PolicyOptimizer:
         for optimizer in self._torch_optimizers():
             for state in optimizer.state.values():
                 if "step" in state and torch.is_tensor(state["step"]):
-                    state["step"] = state["step"].clone()
+                    state["step"] = state["step"].to(self._step_device, copy=True)
+
+
+@functools.cache
+def _keep_norm_on_device() -> None:
+    """Compute the gradient's norm in one go: megatron's stand-in for Apex's kernel waits for every parameter's."""
+    if clip_grads.l2_norm_impl is not local_multi_tensor_l2_norm:
+        return  # Apex's or TransformerEngine's kernel is there
+
+    def l2_norm(chunk: int, overflow: Any, tensors: list[list[torch.Tensor]], *args: Any) -> tuple[torch.Tensor, None]:
+        return torch.nn.utils.get_total_norm(tensors[0]).view(1), None
+
+    clip_grads.l2_norm_impl = l2_norm
 
 
 @functools.cache
