@@ -18,6 +18,7 @@
 #   SEARCH_BACKEND (SEARCH_R1_CONFIGS in generate_with_search.py: local)      or google, or module.function
 #   SEARCH_URL     (there, too: http://127.0.0.1:8000/retrieve)    local_dense_retriever/retrieval_server.py serves it
 #   NUM_GPUS       8                                   of this node, for the Ray head
+#   GPU_MEMORY     80                                  GB of one GPU, for the plan: 80, 96, 141 or another number
 #   RAY_ADDRESS    (none: a Ray head is started here, and stopped at the end)
 #   PYTHON         .venv/bin/python if it is there, else python3
 #   USE_WANDB      1 if WANDB_API_KEY is set           WANDB_PROJECT [sleuth], WANDB_GROUP [the model's name]
@@ -33,6 +34,7 @@ if [[ ! -f "scripts/models/$MODEL.sh" ]]; then
     echo "MODEL: expected one of ${known[*]%.sh} (the files of scripts/models/), found '$MODEL'" >&2
     exit 2
 fi
+LAYOUT_ARGS=() # a large model's script sets it: what it needs instead of PARALLEL_ARGS, ENGINE_ARGS, PLACEMENT_ARGS
 # shellcheck source=scripts/models/qwen2.5-3B.sh
 source "scripts/models/$MODEL.sh"
 if [[ -z "${PYTHON:-}" ]]; then
@@ -171,6 +173,7 @@ TRAIN_ARGS=(
     "${ENGINE_ARGS[@]}"
     "${MISC_ARGS[@]}"
     "${PLACEMENT_ARGS[@]}"
+    "${LAYOUT_ARGS[@]}"
     "${HOOK_ARGS[@]}"
     "${WANDB_ARGS[@]}"
     "$@"
@@ -213,7 +216,7 @@ END
 }
 
 export PYTHONPATH="$PWD:$CALLED_FROM${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-PLAN_ARGS=(--available-gpus "$NUM_GPUS")
+PLAN_ARGS=(--available-gpus "$NUM_GPUS" --gpu-memory "${GPU_MEMORY:-80}")
 # On another cluster the files may be where this machine does not see them.
 [[ "${DRY_RUN:-0}" != 1 && -z "${RAY_ADDRESS:-}" ]] && PLAN_ARGS+=(--require-files)
 [[ "${DRY_RUN:-0}" != 1 ]] && mkdir -p "$RUN_DIR"

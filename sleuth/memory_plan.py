@@ -1,7 +1,7 @@
 """How much memory a run takes on each GPU, by formulas: of the trainer, of the engines, and of both in their turns.
 
-Pure arithmetic on the flags. `tests/fake_cuda` holds the trainer's part to the real model's, traced without a GPU, within
-10%. What no trace can show (contexts, communication buffers, graphs) stands in named constants, which are estimates.
+Pure arithmetic on the flags. `tests/fake_cuda` holds the trainer's part to the real model's, traced without a GPU,
+within 10%. What no trace can show (contexts, communication buffers, graphs) stands in named constants: estimates.
 """
 
 from __future__ import annotations
@@ -74,12 +74,18 @@ def turns(args: Args, plan: MemoryPlan) -> dict[str, float]:
         return training | ({"generating": plan.engine_pool + engine} if args.num_engines else {})
     contexts = TRAINER_CONTEXT + engine
     kept = plan.engine_weights if args.update_weights_interval > 1 else 0.0
-    return {
+    needed = {
         "generating": plan.engine_pool + contexts,
         "training": plan.peak + kept + contexts,
         "syncing": plan.weights + plan.engine_weights + SYNC_BUFFERS + contexts,
-        "saving": (plan.resident + plan.engine_weights + contexts) if args.save else 0.0,
     }
+    return needed | ({"saving": plan.resident + plan.engine_weights + contexts} if args.save else {})
+
+
+def host_bytes(args: Args, plan: MemoryPlan) -> float:
+    """Pinned host memory of a rank: what it lends but the gradients, and for a reference two copies of the weights."""
+    reference = 2 * plan.weights if args.use_kl_loss or args.kl_coef else 0.0
+    return plan.weights + plan.optimizer + reference
 
 
 def num_parameters(args: Args) -> int:
@@ -186,9 +192,9 @@ def layer_bytes_per_token(args: Args) -> float:
     """What one layer keeps of a token for its backward pass, in bytes, with the layers that need no TransformerEngine.
 
     Attention: queries, keys and values as projected and as rotated (once more where they are normalised), its output
-    for each sequence and joined: 2 (H + 2 G) c + 2 (H + G) c + 4 H c. Feed-forward: gate and value 4 f, the gate's SiLU,
-    the value once more, their product 2 f each. Tensor parallelism splits these. The residual before each of the two
-    norms and what they give to the matrices, 8 h, are split by sequence parallelism only.
+    for each sequence and joined: 2 (H + 2 G) c + 2 (H + G) c + 4 H c. Feed-forward: gate and value 4 f, the gate's
+    SiLU, the value once more, their product 2 f each. Tensor parallelism splits these. The residual before each of the
+    two norms and what they give to the matrices, 8 h, are split by sequence parallelism only.
     """
     hidden, heads, groups, head = _sizes(args, "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
     (ffn,) = _sizes(args, "ffn_hidden_size")

@@ -82,7 +82,7 @@ class CheckpointArgs(Group):
     )
     save: Path | None = Field(None, description="Folder for checkpoints; without it nothing is saved.")
     save_interval: PositiveInt = Field(20, description="Steps between checkpoints; the last step is always saved.")
-    save_keep: NonNegativeInt = Field(0, description="How many of the latest checkpoints to keep; 0 keeps all.")
+    save_keep: NonNegativeInt = Field(3, description="How many of the latest checkpoints to keep; 0 keeps all.")
     save_on_exit: bool = Field(
         True,
         description="On ctrl-C or SIGTERM save the last whole step first, within 60 s, where --save is given.",

@@ -44,7 +44,6 @@ class PackedRow(PackedSeqParams):
     @classmethod
     def of(cls, lengths: Sequence[int], bounds: Tensor, context_parallel_size: int) -> PackedRow:
         """A row of sequences of these lengths, which begin at `bounds`, on the device of `bounds`."""
-        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
         order = None
         if context_parallel_size > 1:
             order = zigzag_inverse(list(lengths), context_parallel_size).to(bounds.device)
@@ -53,9 +52,12 @@ class PackedRow(PackedSeqParams):
             qkv_format="thd",
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=bounds,
+            cu_seqlens_kv_padded=bounds,
             lengths=lengths,
             order=order,
-            **dict.fromkeys(names, bounds),
         )
 
 

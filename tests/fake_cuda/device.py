@@ -113,7 +113,7 @@ class FakeGPU:
         """What fake tensors cannot do, and need not: moving modules, pinning memory."""
         torch = self.torch
         for name in ("to", "cuda", "bfloat16"):
-            setattr(torch.nn.Module, name, lambda module, *args, **kwargs: module)
+            setattr(torch.nn.Module, name, lambda module, *args, **kwargs: _on_device(module))
         torch.Tensor.pin_memory = lambda tensor, *args: tensor
         for name in ("empty", "empty_like"):
             setattr(torch, name, _without_pinning(getattr(torch, name)))
@@ -127,6 +127,19 @@ class FakeGPU:
         torch.nn.functional.scaled_dot_product_attention = attention
 
         torch.nn.functional.rms_norm = lambda x, shape, weight, eps: _fused_norm().apply(x, weight)
+
+
+def _on_device(module: Any) -> Any:
+    """Move the parameters that are not on the device (a router's). Fake ones cannot change place, so they are new."""
+    import torch
+
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.device.type == "cpu":
+                moved = torch.nn.Parameter(parameter.detach().to("cuda:0"), parameter.requires_grad)
+                moved.__dict__.update(parameter.__dict__)
+                part._parameters[name] = moved
+    return module
 
 
 def _fused_norm() -> Any:

@@ -1,8 +1,11 @@
-"""One rank of the real trainer on a fake GPU: `python -m tests.fake_cuda.rank GUARD MODEL RANK WORLD TOKENS FLAGS...`.
+"""One rank of the real trainer on a fake GPU: `python -m tests.fake_cuda.rank GUARD MODEL RANK WORLD TOKENS FLAGS`.
 
 GUARD is the compiled guard.cpp, MODEL a folder with config.json. Builds the trainer, trains on one row of TOKENS tokens
-and steps, lends all memory and takes it back. Prints JSON: bytes that live on the device, peaks, and where the host
-waited for it, for each of these.
+(0: not at all) and steps, lends all memory and takes it back. Prints JSON: bytes that live on the device, peaks, and
+where the host waited for it, for each of these.
+
+What it cannot follow: TransformerEngine, stages of a pipeline that tell each other shapes, experts to whom tokens are
+sent by their numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ def main(guard: str, model: str, rank: str, world: str, tokens: str, *flags: str
     args = arguments(model, world, flags)
     trainer, found = build(gpu, args)
     with gpu.active():
-        found |= train(gpu, trainer, args, int(tokens))
+        if int(tokens):
+            found |= train(gpu, trainer, args, int(tokens))
         trainer.memory.lend()
         gpu.reset()
         found["lent"] = gpu.live
@@ -119,8 +123,7 @@ def row(gpu: FakeGPU, args: Any, tokens: int) -> Any:
     step = OptimizerStepBatch([samples], SEQUENCES, float(SEQUENCES * (length - half)))
     there = device.local_device
     device.local_device = lambda: gpu.torch.device("cpu")
-    gpu_mode_off = gpu.torch._C._DisableTorchDispatch
-    with gpu_mode_off():
+    with gpu.torch._C._DisableTorchDispatch():
         batch = forward.MicroBatch.build(samples, step, multiple=multiple, per_token=False)
     device.local_device = there
 
