@@ -136,8 +136,9 @@ def _on_device(module: Any) -> Any:
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter.device.type == "cpu":
-                moved = torch.nn.Parameter(parameter.detach().to("cuda:0"), parameter.requires_grad)
-                moved.__dict__.update(parameter.__dict__)
+                there = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda:0")
+                moved = torch.nn.Parameter(there, parameter.requires_grad)
+                moved.__dict__.update(parameter.__dict__ | moved.__dict__)  # its own: where a fake tensor lies
                 part._parameters[name] = moved
     return module
 
