@@ -1,7 +1,7 @@
 # The commands of daily work; AGENTS.md says more about each.
 PYTHON := .venv/bin/python
 
-.PHONY: setup demo test lint format docs
+.PHONY: setup demo test lint format docs locks
 
 setup:
 	bash scripts/setup_cpu.sh
@@ -23,3 +23,10 @@ format: setup
 
 docs: setup
 	$(PYTHON) tools/make_docs.py
+
+# The lock files of the GPU environments, where their inputs changed; with LOCKS=--all newer versions, too.
+locks:
+	python3 -m venv --clear .venv-locks
+	.venv-locks/bin/python -m pip install --quiet uv
+	PATH="$$PWD/.venv-locks/bin:$$PATH" .venv-locks/bin/python scripts/locks/make_locks.py $(LOCKS)
+	rm -rf .venv-locks

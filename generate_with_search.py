@@ -6,8 +6,8 @@ A generate hook and a reward hook for the tag protocol `<think> <search> <inform
     --custom-rm-path generate_with_search.reward_func
 
 Token ids are the truth: every engine request carries the ids so far, every observation is encoded
-on its own and appended, and nothing is ever re-tokenized. What the format is worth is decided in
-`qa_em_format.py`; how passages are fetched, in `local_search_server.py` and `google_search_server.py`.
+on its own and appended, and nothing is ever re-tokenized. `qa_em_format.py` decides what answer and format are worth;
+`local_search_server.py` and `google_search_server.py` fetch passages.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from sleuth.search import (
 
 SEARCH_R1_CONFIGS: dict[str, Any] = {
     "max_turns": 2,  # search rounds; one more generation follows, for the answer
-    "topk": 3,  # passages a search
+    "topk": 3,  # passages per search
     "search_concurrency": 256,
     "search_backend": "local",  # local, google, or your own: "module.function" of async def search(query, topk)
     "local": {"search_url": "http://127.0.0.1:8000/retrieve", "proxy": None},
@@ -56,8 +56,8 @@ SEARCH_R1_CONFIGS: dict[str, Any] = {
     "return_logprob": True,
     "format_score": 0.2,
 }
-"""What people change. `search_r1:` in a --custom-config-path file outranks it, and so do --search-backend and
---search-url. `SearchSettings` has the types of these keys, and further ones with their defaults."""
+"""The settings that people change most. The section `search_r1:` of a --custom-config-path file outranks them, and
+--search-backend and --search-url outrank both. `SearchSettings` has the types of these keys, and further keys."""
 
 STOP = ("</search>", "</answer>")
 CORRECTION = (
@@ -95,15 +95,15 @@ class SearchSettings(
     return_logprob: Literal[True]
     max_observation_tokens: int = Field(500, ge=16)
     max_invalid_actions: int = Field(2, ge=0)  # corrected; one more ends the trajectory
-    search_timeout: float = Field(60.0, gt=0)  # seconds an attempt
+    search_timeout: float = Field(60.0, gt=0)  # seconds per attempt
     search_retries: int = Field(9, ge=0)  # waits of 36 to 72 s in all: a restarted server is back by then
-    search_cache_size: int = Field(0, ge=0)  # results kept
+    search_cache_size: int = Field(0, ge=0)  # how many results are kept
     max_search_failure_rate: float = Field(0.5, ge=0, le=1)  # of the last searches; above it the run stops
     score: float = 1.0
     format_score: float
     retrieval_score: float = 0.0
     final_format_score: float = 0.0
-    answer_metric: Literal["em", "f1"] = "em"  # f1: part of the score for part of the words
+    answer_metric: Literal["em", "f1"] = "em"  # f1: partial credit for part of the words
     keep_numbers: bool = False  # True: "3.5" is not "35"
 
     @classmethod
@@ -115,10 +115,10 @@ class SearchSettings(
 
 
 async def search(args: Any, query: str) -> list[Passage]:
-    """What the chosen backend finds, for any hook: at most `topk` passages, each with `title` and `text`.
+    """Search with the configured backend; any hook may call it. Returns at most `topk` passages (`title`, `text`).
 
-    Bounded, retried and counted for the whole process. Raises QueryError for a query that is refused, SearchError where
-    the search fails, SearchUnavailableError once the backend must be taken for down.
+    Searches are bounded, retried and counted for the whole process. Raises QueryError if the query is refused,
+    SearchError if the search fails, and SearchUnavailableError once the backend is considered down.
     """
     settings = SearchSettings.of(args)
     return await shared_service(settings, lambda: _service(settings)).search(query)
@@ -134,7 +134,7 @@ def _service(settings: SearchSettings) -> SearchService:
 
 
 def _backend(settings: SearchSettings, retries: int) -> Backend:
-    """What searches for one query, with its timeout and retries. ValueError for a key that is missing."""
+    """The function that searches for one query, with timeout and retries. ValueError if an API key is missing."""
     name, topk, timeout = settings.search_backend, settings.topk, settings.search_timeout
     if name in BUILT_IN:
         part: LocalSettings | GoogleSettings = getattr(settings, name)
@@ -143,7 +143,7 @@ def _backend(settings: SearchSettings, retries: int) -> Backend:
 
 
 def check_args(args: Any) -> None:
-    """ValueError if these hooks could not run with these arguments; called before anything starts."""
+    """Raise ValueError if these hooks cannot run with these arguments; called before anything starts."""
     settings = SearchSettings.of(args)
     _backend(settings, retries=0)
     if getattr(args, "search_url", None) and settings.search_backend != "local":
@@ -168,9 +168,9 @@ async def check_services(args: Any) -> None:
 
 
 def postprocess_predictions(text: str) -> tuple[str | None, str]:
-    """The action of one turn, `search` or `answer`, and its content; (None, "") if there is no valid one.
+    """The action of one turn, `search` or `answer`, and its content; (None, "") if there is no valid action.
 
-    The first closed `<search>` or `<answer>` outside of `<think>` acts. Linear in the text's length.
+    The first closed `<search>` or `<answer>` outside of `<think>` counts. Takes time linear in the text's length.
     """
     action = next(iter_actions(text), None)
     if action is None or not action.well_formed:
@@ -201,7 +201,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
             start = time.perf_counter()
             try:
                 passages = await search(args, content)
-            except QueryError:  # of the model's making, as a wrong tag is
+            except QueryError:  # the model's fault, as a wrong tag is
                 action, correction = None, REFUSED
             except SearchError as error:
                 return conversation.finish(SampleStatus.FAILED, StopReason.SEARCH_FAILED, str(error))
@@ -222,7 +222,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
 
 
 def think_opened_by_prompt(prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """`<think>` where the prompt ends with it, as some chat templates do; it belongs to the first turn then."""
+    """`<think>` if the prompt ends with it (some chat templates do; it then belongs to the first turn), else ""."""
     return _think_opened_by(tuple(prompt_ids[-8:]), tokenizer)
 
 
@@ -235,7 +235,7 @@ def _think_opened_by(prompt_end: tuple[int, ...], tokenizer: PreTrainedTokenizer
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, float]:
-    """Format-aware exact match, as `reward`, and what it is made of; the answer and what is wrong are noted."""
+    """Format-aware exact match as `reward`, and its components; the answer and format errors go into the notes."""
     settings, tokenizer = SearchSettings.of(args), rollout_context().tokenizer
     result = score_response(
         text_segments(sample, tokenizer),
@@ -260,7 +260,7 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, flo
 
 
 def check_label(label: Any) -> bool:
-    """Whether some answer is right under a label; ValueError for one that cannot be read. Called for every row."""
+    """Whether some answer is right for the label; ValueError for an unreadable one. Called for every row of data."""
     return bool(parse_golden_answers(label))
 
 

@@ -1,14 +1,14 @@
-"""Google through serper.dev: its JSON for the snippets, and the pages behind them where wanted.
+"""The client of Google through serper.dev: snippets from its JSON and, if wanted, the pages behind them.
 
     passages = await google_search(api_key, "capital of France", top_k=3)
 
-Like `local_search_server.py`: a failure is a `SearchError` after its retries, never an empty list; a query that is
-refused is a `QueryError`.
+As in `local_search_server.py`, a failure after all retries is a `SearchError`, never an empty list, and a refused
+query is a `QueryError`.
 
-What becomes a passage, in this order: the answer box, the knowledge graph's entry, the organic results with a snippet;
-where there is none of these, the questions that people also ask.
+Passages are, in this order, the answer box, the knowledge graph's entry and the organic results with a snippet; if
+there are none of these, the questions that people also ask.
 
-The key travels in a header only; no message or log holds it.
+The API key is sent in a header only; no message or log contains it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def _named(value: str) -> str:
 
 
 class GoogleSettings(SettingsPart):
-    """The part `google` of a search hook's settings. The key is named, never held."""
+    """The part `google` of a search hook's settings. It holds the name of the API key's variable, never the key."""
 
     api_key: Annotated[str, AfterValidator(_named)]
     snippet_only: bool
     proxy: Annotated[str, AfterValidator(check_proxy_url)] | None
 
     def key(self) -> str:
-        """The key itself; ValueError if the environment does not hold it."""
+        """The API key; ValueError if the environment does not hold it."""
         name = self.api_key.removeprefix("env:")
         key = os.environ.get(name, "").strip()  # a file's last line end would break the header
         if not key:
@@ -55,7 +55,7 @@ class GoogleSettings(SettingsPart):
         return key
 
     def backend(self, topk: int, timeout: float, retries: int) -> Backend:
-        """What searches for one query; `timeout` in seconds an attempt. ValueError for a missing key."""
+        """The function that searches for a query; `timeout` in seconds per attempt. ValueError if there is no key."""
         key = self.key()
         return lambda query: google_search(key, query, topk, timeout, self.proxy, self.snippet_only, retries=retries)
 
@@ -73,10 +73,10 @@ async def google_search(
 ) -> list[dict[str, Any]]:
     """Up to `top_k` passages for the query, best first: `[{"document": {"contents": '"title"\\\\ntext'}}]`.
 
-    `timeout`: seconds an attempt may take. `proxy`: the only one that is used; the environment's are not. Raises
-    QueryError if the query is blank or refused, SearchError after `retries` further attempts, or at once where another
-    attempt cannot help (a refused key, for one). Without `snippet_only` the pages are fetched and
-    what stands around the snippets is taken; where that fails, the snippet stands.
+    `timeout`: seconds that an attempt may take. `proxy`: the proxy to use; those of the environment are ignored. Raises
+    QueryError if the query is blank or refused; SearchError after `retries` retries, or at once if another attempt
+    cannot help (for example if the key is refused). Without `snippet_only` the pages are fetched, and passages are the
+    text around the snippets; if that fails, the snippets themselves.
     """
     url = serper_url or SERPER_URL
     body = {"q": clean_query(query), "num": max(top_k, FEWEST_RESULTS)}
@@ -104,14 +104,14 @@ async def google_search(
 
 
 def parse_results(text: str, source: str) -> list[dict[str, str]]:
-    """What was found, as title, link ("" if there is no page to read) and snippet; SearchError if it is no answer."""
+    """The results: title, link ("" if there is no page to read) and snippet; SearchError if `text` is not an answer."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
         raise SearchError(f"{source}: expected JSON, found {text[:200]!r}", "response") from None
     if not isinstance(body, dict):
         body = {}
-    # An answer that found nothing says so by what was asked; an error payload does not.
+    # An answer without results still repeats the query; an error does not.
     is_answer = body.keys() & {"searchParameters", "answerBox", "knowledgeGraph", "peopleAlsoAsk"}
     organic = [] if is_answer and body.get("organic") is None else body.get("organic")
     if not isinstance(organic, list):
@@ -141,7 +141,7 @@ def _answer_box(box: Any) -> Iterator[dict[str, str]]:
 
 
 def _knowledge_graph(entry: Any) -> Iterator[dict[str, str]]:
-    """An entry's kind, description and attributes, one a line."""
+    """The kind, description and attributes of an entry, each on a line."""
     if not isinstance(entry, dict):
         return
     attributes = entry.get("attributes")

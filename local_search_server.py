@@ -2,8 +2,8 @@
 
     passages = await local_search("http://127.0.0.1:8000/retrieve", "capital of France", top_k=3)
 
-A failure is a `SearchError` after its retries, never an empty list: nothing found and nothing answered are different.
-A query that the server refuses is a `QueryError`: the server is well.
+A failure after all retries is a `SearchError`, never an empty list: a search that found nothing is not a failure.
+A query that the server refuses is a `QueryError`, because the server itself works.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ START_SERVER = (
 
 
 class LocalSettings(SettingsPart):
-    """The part `local` of a search hook's settings. Its defaults stand in SEARCH_R1_CONFIGS."""
+    """The part `local` of a search hook's settings. Its defaults are in SEARCH_R1_CONFIGS."""
 
     search_url: Annotated[str, AfterValidator(lambda url: check_search_url(url))]
     proxy: Annotated[str, AfterValidator(lambda url: check_proxy_url(url))] | None
 
     def backend(self, topk: int, timeout: float, retries: int) -> Backend:
-        """What searches for one query; `timeout` in seconds an attempt."""
+        """The function that searches for one query; `timeout` in seconds per attempt."""
         return lambda query: local_search(self.search_url, query, topk, timeout, self.proxy, retries=retries)
 
 
@@ -50,9 +50,9 @@ async def local_search(
 ) -> list[dict[str, Any]]:
     """Up to `top_k` passages for the query, best first: `[{"document": {"contents": '"title"\\\\ntext'}}]`.
 
-    `timeout`: seconds an attempt may take. `proxy`: the only one that is used; the environment's are not. Raises
-    QueryError if the query is blank or refused, SearchError after `retries` further attempts, or at once where another
-    attempt cannot help.
+    `timeout`: seconds that an attempt may take. `proxy`: the proxy to use; those of the environment are ignored. Raises
+    QueryError if the query is blank or refused; SearchError after `retries` retries, or at once if another attempt
+    cannot help.
     """
     body = {"queries": [clean_query(query)], "topk": top_k, "return_scores": True}
 
@@ -64,7 +64,7 @@ async def local_search(
 
 
 def parse_passages(text: str, source: str) -> list[dict[str, Any]]:
-    """The passages in a server's answer to one query; SearchError if it is not one."""
+    """The passages in a server's answer to one query; SearchError if `text` is not such an answer."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
@@ -90,7 +90,7 @@ def _contents(item: Any, source: str) -> str:
 
 
 def check_search_url(url: str) -> str:
-    """The URL, if it is the address of a search; ValueError says what it lacks. `http://host/?` is a server's root."""
+    """The URL, if it can be that of a search; ValueError says what it lacks. Write `http://host/?` for the root."""
     parts = _http_parts(url, EXAMPLE_URL)
     if parts.path in ("", "/") and "?" not in url:
         port = f":{parts.port}" if parts.port else ""
@@ -100,7 +100,7 @@ def check_search_url(url: str) -> str:
 
 
 def check_proxy_url(url: str) -> str:
-    """The URL, if it can be a proxy's; ValueError says what it lacks, without the password it may hold."""
+    """The URL, if it can be a proxy's; ValueError says what it lacks, without a password that it may hold."""
     _http_parts(url, "http://proxy.example.org:3128")
     return url
 

@@ -2,9 +2,9 @@
 
     --use-tis --custom-config-path mis.yaml --custom-tis-function-path mis.compute_mis_weights_with_cp
 
-Engine and trainer never give a token quite the same probability: they use other kernels, often another precision, and
-the engine's weights may be some steps old. This hook multiplies each token's loss by a weight, or rejects the token,
-and measures the mismatch. With d = log p_trainer(token) - log p_engine(token), in nats:
+Engine and trainer never give a token quite the same probability: their kernels differ, often their precision, and the
+engine's weights may be some steps old. This hook multiplies each token's loss by a weight, or rejects the token, and
+measures the mismatch. With d = log p_trainer(token) - log p_engine(token), in nats:
 
     level    token: the log-ratio of a token is its own d; sequence: the sum of d over its sample; geometric: their mean
     ratio    exp(log-ratio), with the exponent bounded to [-20, 20] (bounds are compared as logarithms, before that)
@@ -12,9 +12,9 @@ and measures the mismatch. With d = log p_trainer(token) - log p_engine(token), 
     use_rs   rejects tokens whose ratio at rs_level is outside of [rs_lower_bound, rs_upper_bound]
     veto     with use_rs: rejects a sample if exp(d) < rs_veto_threshold at any of its tokens
 
-p_trainer is the policy's before the step's updates, at the rollout temperature. Only tokens whose loss mask is not 0
-take part. All statistics are float64 and over the whole optimizer step: `reduce` completes them over ranks, so nothing
-depends on micro-batches or the layout.
+p_trainer is the probability by the policy before the step's updates, at the rollout temperature. Only tokens whose loss
+mask is not 0 take part. All statistics are float64 and over the whole optimizer step: `reduce` completes them over
+ranks, so nothing depends on micro-batches or the parallel layout.
 
 Source of the weights: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; of
 mode mask, sequence levels and veto: Liu, Li et al. 2025, "When speed kills stability: demystifying RL collapse from the
@@ -46,7 +46,7 @@ MAX_EXPONENT = 20.0
 
 Level = Literal["token", "sequence", "geometric"]
 Sums = dict[str, tuple[float, float]]
-"""Of each metric that is a mean: the sum of its values and their number. The number is 0 for what is only counted."""
+"""For each metric the sum of its values and their number, which give its mean; the number is 0 for mere counts."""
 
 
 class Reduce(Protocol):
@@ -68,26 +68,26 @@ class MisSettings(Settings, section="mis", flat=True, flags={"use_tis": "use_tis
     tis_level: Level = "token"
     """token: the token's own ratio; sequence: the product over its sample; geometric: the geometric mean over it."""
     tis_mode: Literal["truncate", "mask", "clip"] = "truncate"
-    """truncate: at most the upper bound; clip: within both bounds; mask: what is outside of them is rejected."""
+    """truncate: bounded from above; clip: bounded from both sides; mask: tokens outside of the bounds are rejected."""
     tis_lower_bound: float | None = Field(None, ge=0.0)
-    """None: 1 / `tis_upper_bound`. Mode truncate has no use for it."""
+    """None: 1 / `tis_upper_bound`. Mode truncate ignores it."""
     tis_upper_bound: float = Field(2.0, gt=0.0)
     tis_batch_normalize: bool = False
     """Divide the weights by their mean over the optimizer step."""
     use_rs: bool = False
     """Reject tokens whose ratio is out of bounds, whatever the weights are."""
     rs_level: Level = "token"
-    """As `tis_level`; at sequence and geometric all of a sample is rejected or nothing."""
+    """As `tis_level`; at sequence and geometric a sample is rejected as a whole or not at all."""
     rs_lower_bound: float | None = Field(None, ge=0.0)
-    """None: that of tis."""
+    """None: the lower bound of the weights (`tis_lower_bound`)."""
     rs_upper_bound: float | None = Field(None, gt=0.0)
-    """None: that of tis."""
+    """None: the upper bound of the weights (`tis_upper_bound`)."""
     rs_veto_threshold: float | None = Field(1e-4, gt=0.0, lt=1.0)
     """With `use_rs`: a sample with a token whose ratio is below this is rejected. None: no veto."""
     mis_nonfinite: Literal["mask", "stop"] = "mask"
-    """A trainable token with a NaN or infinite log-probability: reject its sample, or stop the step."""
+    """What a NaN or infinite log-probability of a trainable token does: mask rejects its sample, stop ends the run."""
     mis_dump_dir: Path | None = Field(None, strict=False)
-    """Write both log-probabilities of every trainable token to .npz files in this folder, one an optimizer step."""
+    """A folder for .npz files, one per optimizer step, with both log-probabilities of every trainable token."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -136,10 +136,10 @@ def compute_mis_weights_with_cp(
     response_lengths: Sequence[int],
     **kwargs: Any,
 ) -> tuple[Tensor, list[Tensor], dict[str, float]]:
-    """The hook: `pg_loss` [T] times the weights (0 at rejected tokens), the masks that are left, and the metrics.
+    """The hook: returns `pg_loss` [T] times the weights (0 at rejected tokens), the masks that remain, and metrics.
 
-    T is the sum of `response_lengths`. The trainer gathers whole samples whatever its context parallelism, and calls
-    this once an optimizer step. `kwargs["reduce"]` completes sums and maxima over data-parallel ranks.
+    T is the sum of `response_lengths`. The trainer calls it once for each optimizer step, with whole samples, whatever
+    the context parallelism. `kwargs["reduce"]` completes sums and maxima over data-parallel ranks.
     """
     config = MisSettings.of(args)
     lengths = [len(mask) for mask in loss_masks]
@@ -161,7 +161,7 @@ def compute_mis_weights_with_cp(
     return torch.where(kept, pg_loss * factor, 0.0), masks, metrics
 
 
-@torch.no_grad()  # weights are factors: no gradient goes through them, whatever the log-probabilities require
+@torch.no_grad()  # weights are factors without gradient, even if the log-probabilities require one
 def compute_mis_weights(
     args: Any,
     *,
@@ -170,14 +170,15 @@ def compute_mis_weights(
     loss_masks: Sequence[Tensor],
     reduce: Reduce | None = None,
 ) -> tuple[list[Tensor], list[Tensor], dict[str, float]]:
-    """Weights and masks of each sample's response tokens, and metrics; `args` as `MisSettings.of` takes them.
+    """Weights and masks of each sample's response tokens, and metrics; `args` is anything that `MisSettings.of` takes.
 
-    All lists have one 1-D tensor a sample, equally long within a sample; log-probabilities in nats, of any
-    floating type; what stands where a mask is 0 does not matter. Weights are float32, 0 where the returned mask (of the
-    given type) is 0. `reduce` completes statistics over ranks that hold other samples, all of which call this.
+    Each list has one 1-D tensor for each sample, and the tensors of a sample are equally long. Log-probabilities are in
+    nats, of any floating type, and are ignored where the mask is 0. Weights are float32, and 0 where the returned mask
+    (of the given type) is 0. `reduce` completes statistics over the ranks that hold other samples; all of them call
+    this function.
 
-    Raises ValueError for settings or lengths that do not fit, FloatingPointError for log-probabilities that are NaN or
-    infinite at trainable tokens with `mis_nonfinite: stop`, or in every sample.
+    Raises ValueError for settings or lengths that do not fit. Raises FloatingPointError if trainable tokens have NaN or
+    infinite log-probabilities, either with `mis_nonfinite: stop` or in every sample.
     """
     config = MisSettings.of(args)
     _check_rows("loss_masks", loss_masks, loss_masks)
@@ -219,12 +220,12 @@ def _check_rows(name: str, values: Sequence[Tensor], masks: Sequence[Tensor]) ->
 
 
 def _join(rows: Sequence[Tensor]) -> Tensor:
-    """One row [T] of all samples, also of none."""
+    """One row [T] of all samples; it is empty if there are none."""
     return torch.cat(list(rows)) if len(rows) else torch.zeros(0)
 
 
 def _sample_numbers(rows: Sequence[Tensor]) -> Tensor:
-    """[T] The number of each token's sample, from 0."""
+    """The number of each token's sample, from 0: [T]."""
     return torch.repeat_interleave(torch.tensor([len(row) for row in rows], dtype=torch.long))
 
 
@@ -233,16 +234,16 @@ def _sample_numbers(rows: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The N trainable tokens of the n samples that have any, sample after sample, in float64.
+    """The N trainable tokens of the n samples that have any, sample after sample; values are float64.
 
-    Samples with a NaN or infinite log-probability at a trainable token are not among them, only counted.
+    Samples with a NaN or infinite log-probability at a trainable token are left out, and only counted.
 
-    lengths: of all samples' responses. place: [N] index in the row of all response tokens. sample: [N] number of the
-    token's sample, 0 to n - 1. counts: [n] tokens of each sample. log_ratio: [N] trainer's minus engine's
-    log-probability. train, rollout: [n] sums of a sample's log-probabilities. nonfinite: how many tokens were NaN or
-    infinite, and in how many samples.
+    lengths: of the responses of all samples. place: [N] index of the token in the row of all response tokens. sample:
+    [N] number of the token's sample, 0 to n - 1. counts: [n] tokens of each sample. log_ratio: [N] trainer's minus
+    engine's log-probability. train, rollout: [n] sums of a sample's log-probabilities. nonfinite: how many tokens were
+    NaN or infinite, and in how many samples.
 
-    A *unit* is what gets one weight: at level token a token, else a sample.
+    Each *unit* gets one weight: a token at level token, else a sample.
     """
 
     lengths: list[int]
@@ -278,32 +279,32 @@ class _Tokens:
 
     @property
     def sample_log_ratio(self) -> Tensor:
-        """[n] Of whole samples: the sum over their tokens."""
+        """The log-ratio of each sample, which is the sum over its tokens: [n]."""
         return self.train - self.rollout
 
     def log_ratio_at(self, level: Level) -> Tensor:
-        """[N] Each token's log-ratio at a level; tokens of one sample share that of the sample."""
+        """The log-ratio of each token at a level: [N]. Except at level token, all tokens of a sample have the same."""
         if level == "token":
             return self.log_ratio
         ratio = self.sample_log_ratio
         return (ratio if level == "sequence" else ratio / self.counts)[self.sample]
 
     def units(self, values: Tensor, level: Level) -> Tensor:
-        """Values [N] that the tokens of a unit share -> one value a unit, [N] or [n]."""
+        """From values [N] that are equal within a unit to one value for each unit: [N] or [n]."""
         return values if level == "token" else values[self.counts.cumsum(0) - self.counts]
 
     def units_with(self, tokens: Tensor, level: Level) -> Tensor:
-        """Which units, bool [N] or [n], have at least one of these tokens, bool [N]."""
+        """Which units have at least one of `tokens` (bool [N]): bool [N] or [n]."""
         return tokens if level == "token" else _per_sample(tokens.double(), self.counts) > 0
 
     def to_rows(self, values: Tensor) -> list[Tensor]:
-        """Values [N] -> a row of each sample's response tokens, 0 (or False) at those that are not among the N."""
+        """From values [N] to a row for each sample's response tokens, 0 (or False) at tokens not among the N."""
         return list(values.new_zeros(sum(self.lengths)).scatter_(0, self.place, values).split(self.lengths))
 
 
 def _per_sample(values: Tensor, counts: Tensor) -> Tensor:
-    """Sums of values [N] over samples of `counts` [n] tokens; the same on every run, also on GPUs."""
-    # unsafe: without a check of the counts, which fails where there are none.
+    """Sums [n] of values [N] over samples of `counts` [n] tokens; deterministic, also on GPUs."""
+    # unsafe skips the check of the counts, which fails if there are none.
     return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True)
 
 
@@ -311,7 +312,7 @@ def _per_sample(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def _weigh(config: MisSettings, tokens: _Tokens) -> tuple[Tensor, Tensor, Sums]:
-    """Weights [N] within the bounds, which tokens [N] mode mask leaves (else all), and metrics."""
+    """Bounded weights [N], which tokens [N] are kept (all except in mode mask), and metrics."""
     level, mode, (lower, upper) = config.tis_level, config.tis_mode, config.tis_bounds
     log_ratio = tokens.log_ratio_at(level)
     low, high = log_ratio < _log(lower), log_ratio > _log(upper)
@@ -328,7 +329,7 @@ def _weigh(config: MisSettings, tokens: _Tokens) -> tuple[Tensor, Tensor, Sums]:
 
 
 def _reject(config: MisSettings, tokens: _Tokens) -> tuple[Tensor, Sums]:
-    """Rejection by `rs_*`: which tokens [N] are kept, and metrics."""
+    """Apply the rejection settings `rs_*`: returns which tokens [N] are kept, and metrics."""
     log_ratio, (lower, upper) = tokens.log_ratio_at(config.rs_level), config.rs_bounds
     low, high = log_ratio < _log(lower), log_ratio > _log(upper)
     kept, sums = ~(low | high), {"rs_mask_fraction_low": _total(low), "rs_mask_fraction_high": _total(high)}
@@ -352,16 +353,17 @@ def _log(bound: float) -> float:
 
 
 def _extremes(tokens: _Tokens, used: Tensor) -> dict[str, Tensor]:
-    """Values of which the largest is logged or needed."""
+    """Values whose maxima over all ranks are logged or needed."""
     log_ratio = tokens.sample_log_ratio
     per_token = (log_ratio / tokens.counts).abs()
     return {"sample_log_ratio": log_ratio, "log_ppl_diff": per_token, "weight": used, "minus_weight": -used}
 
 
 def _statistics(tokens: _Tokens, kept: Tensor, used: Tensor, largest: float) -> Sums:
-    """Sums of what every setting logs.
+    """The sums for the metrics that are logged whatever the settings.
 
-    kept: [N] tokens. used: weights of the units that keep a token. largest: `sample_log_ratio` of all ranks' samples.
+    kept: [N] whether a token is kept. used: weights of the units that keep a token. largest: the largest
+    `sample_log_ratio` on all ranks.
     """
     bounded = tokens.log_ratio.clamp(-MAX_EXPONENT, MAX_EXPONENT)
     excess = bounded.expm1()  # ratio - 1, exact also for the smallest log-ratios
@@ -388,7 +390,7 @@ def _statistics(tokens: _Tokens, kept: Tensor, used: Tensor, largest: float) -> 
 
 
 def _metrics(config: MisSettings, sums: Sums, maxima: Mapping[str, float], norm: float) -> dict[str, float]:
-    """The metrics of the step, from what was completed over ranks: the means, and what is made of them."""
+    """The metrics of the step from sums and maxima over all ranks: means, and values derived from them."""
     metrics = {name: total / max(number, 1.0) for name, (total, number) in sums.items()}
     weight, square_weight = metrics.pop("weight"), metrics.pop("square_weight")
     chi2_token = math.log(metrics.pop("square_ratio") or 1.0)
@@ -413,7 +415,7 @@ def _metrics(config: MisSettings, sums: Sums, maxima: Mapping[str, float], norm:
 
 
 def _check_what_is_left(config: MisSettings, sums: Sums) -> None:
-    """Warn of rejected samples, or stop; after the reduction, so that all ranks stop together."""
+    """Warn of rejected samples, or raise. Called after the reduction, so that all ranks stop together."""
     bad, samples = int(sums["nonfinite_tokens"][0]), int(sums["nonfinite_samples"][0])
     rejected, present = sums["rejected_sample_fraction"]
     if present and rejected == present:
@@ -431,7 +433,7 @@ def _check_what_is_left(config: MisSettings, sums: Sums) -> None:
 
 
 def _total(values: Tensor) -> tuple[float, float]:
-    """Sum and number of values; of booleans, how many are True."""
+    """The sum and the number of values; the sum of booleans is how many are True."""
     return float(values.sum(dtype=torch.float64)), values.numel()
 
 
@@ -442,7 +444,7 @@ def _reduce_sums(sums: Sums, reduce: Reduce | None) -> Sums:
 
 
 def _reduce_maxima(rows: Mapping[str, Tensor], reduce: Reduce | None) -> dict[str, float]:
-    """The largest value of each row, of all ranks; 0 where no rank has a value."""
+    """The largest value of each row over all ranks; 0 if no rank has a value."""
     largest = torch.tensor([float(row.max()) if len(row) else -math.inf for row in rows.values()], dtype=torch.float64)
     completed = largest if reduce is None else reduce(largest, op="max")
     return {name: value if value > -math.inf else 0.0 for name, value in zip(rows, completed.tolist(), strict=True)}
@@ -450,7 +452,7 @@ def _reduce_maxima(rows: Mapping[str, Tensor], reduce: Reduce | None) -> dict[st
 
 @torch.no_grad()
 def _dump(folder: Path, train: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
-    """Write `train` and `rollout` [N] of the trainable tokens, and `sample` [N], their sample's number."""
+    """Write `train` and `rollout` [N] of the trainable tokens and `sample` [N], the number of each token's sample."""
     on = (_join(masks) != 0).cpu()
     sample = _sample_numbers(masks)[on].numpy()
     train_row, rollout_row = (_join(rows).cpu()[on].float().numpy() for rows in (train, rollout))

@@ -1,16 +1,16 @@
-"""Format-aware exact match: what a search trajectory is worth.
+"""Format-aware exact match: the reward of a search trajectory.
 
 `score_response` scores a trajectory by its segments, so that a tag in a passage, in the prompt or in a
-correction never counts; `compute_score_em` does the same for a plain string. The reward of a trajectory:
+correction never counts; `compute_score_em` scores a plain string in the same way. The reward of a trajectory:
 
     | answer                 | format valid                               | format invalid       |
     |------------------------|--------------------------------------------|----------------------|
     | right                  | score                                      | score - format_score |
     | wrong                  | format_score (+ retrieval_score on a hit)  | final_format_score   |
-    | none                   | cannot be                                  | 0                    |
+    | none                   | impossible                                 | 0                    |
 
-How answers are compared and found in passages, and which labels are read: `sleuth/answers.py`. Everything is
-linear in the length of the text.
+`sleuth/answers.py` compares answers, finds them in passages, and reads labels. All functions take time linear in the
+length of the text.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ Segment = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """A trajectory's reward, and why."""
+    """The reward of a trajectory, and the reasons for it."""
 
     reward: float
     answer: str | None
-    """The last answer the model gave, or None."""
+    """The last answer that the model gave, or None."""
     exact_match: bool
     f1: float
     """Token F1 against the nearest gold answer, 0 to 1."""
     valid_format: bool
     invalid_reason: str | None
     retrieval_hit: bool
-    """Whether a gold answer stands in a passage, whatever the format."""
+    """Whether a passage holds a gold answer, whatever the format."""
 
 
 def score_response(
@@ -76,9 +76,9 @@ def score_response(
 ) -> Breakdown:
     """Score a trajectory given as `(source, text)` segments.
 
-    `golden_answers` takes a label as `parse_golden_answers` does. With `metric="f1"` an answer that is not exactly
-    right earns its token F1 in place of 0 where that is more. `keep_numbers`: see `normalize_answer`.
-    `end_of_turn`: further texts of end-of-turn tokens, which do not break the format at the very end.
+    `golden_answers` may be any label that `parse_golden_answers` reads. With `metric="f1"` an answer that is not
+    exactly right earns its token F1 if that is more than it would get otherwise. `keep_numbers`: see
+    `normalize_answer`. `end_of_turn`: further texts of end-of-turn tokens, which may end a response of valid format.
     """
     segments = _merge(segments)
     golden = GoldAnswers.of(golden_answers, keep_numbers)
@@ -100,8 +100,8 @@ def score_response(
 def compute_score_em(solution_str: str, ground_truth: Any, **options: Any) -> float:
     """The reward of a plain string: prompt and response, or a response alone.
 
-    Only what follows the last assistant marker is scored; `<information>` right after a closed search
-    counts as an observation. Takes the options of `score_response`.
+    Only the text after the last assistant marker is scored; `<information>` right after a closed search
+    counts as an observation. The options are those of `score_response`.
     """
     return score_response(split_segments(solution_str), ground_truth, **options).reward
 
@@ -116,11 +116,11 @@ class Action(NamedTuple):
     content: str
     """The text between the tags, trimmed."""
     well_formed: bool
-    """Not blank, and without another protocol tag inside."""
+    """Whether the content is not blank and contains no other protocol tag."""
 
 
 def iter_actions(text: str) -> Iterator[Action]:
-    """The closed actions outside of `<think>`, in order; nothing after a think that stays open."""
+    """The closed actions outside of `<think>`, in order; none after a `<think>` that is never closed."""
     tags = list(TAG.finditer(text))
     closing = _closing_tags([tag[0] for tag in tags])
     i = 0
@@ -138,7 +138,7 @@ def iter_actions(text: str) -> Iterator[Action]:
 
 
 def _closing_tags(tags: Sequence[str]) -> list[int | None]:
-    """For each tag the index of the next closing tag of its name; None without one."""
+    """For each tag the index of the next closing tag of the same name; None if there is none."""
     closing: list[int | None] = [None] * len(tags)
     latest: dict[str, int] = {}
     for i in range(len(tags) - 1, -1, -1):
@@ -161,7 +161,7 @@ def _last_answer(segments: Sequence[Segment]) -> str | None:
 
 
 def _merge(segments: Iterable[Segment]) -> list[Segment]:
-    """The segments without empty ones, neighbours of one source joined."""
+    """The segments without empty ones, with neighbours of the same source joined."""
     runs: list[tuple[str, list[str]]] = []
     for source, text in segments:
         if text and runs and runs[-1][0] == source:
@@ -194,7 +194,7 @@ def split_segments(solution_str: str) -> list[Segment]:
 
 
 def _format_error(segments: Sequence[Segment], end_of_turn: Sequence[str] = ()) -> str | None:
-    """Why the segments are not (think, search, observation)* think, answer; None if they are."""
+    """Why the segments do not have the form (think, search, observation)* think, answer; None if they have it."""
     if not segments:
         return "empty response"
     if any(source == "correction" for source, _ in segments):

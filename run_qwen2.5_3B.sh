@@ -17,10 +17,11 @@
 #   EVAL_DATA      data/search_r1/test.parquet@[0:3000]
 #   SEARCH_BACKEND (SEARCH_R1_CONFIGS in generate_with_search.py: local)      or google, or module.function
 #   SEARCH_URL     (there, too: http://127.0.0.1:8000/retrieve)    local_dense_retriever/retrieval_server.py serves it
-#   NUM_GPUS       8                                   of this node, for the Ray head
+#   NUM_GPUS       8, or as many as CUDA_VISIBLE_DEVICES names     of this node, for the Ray head
 #   GPU_MEMORY     80                                  GB of one GPU, for the plan: 80, 96, 141 or another number
 #   RAY_ADDRESS    (none: a Ray head is started here, and stopped at the end)
-#   PYTHON         .venv/bin/python if it is there, else python3
+#   PYTHON         .venv-gpu/bin/python (scripts/setup_gpu.sh) where nvidia-smi shows a GPU, else .venv/bin/python
+#   ALLOW_CPU      0                                   1: train on the CPU; else a start where torch sees no GPU stops
 #   USE_WANDB      1 if WANDB_API_KEY is set           WANDB_PROJECT [sleuth], WANDB_GROUP [the model's name]
 #   USE_TIS        0                                   1: correct for the mismatch between engines and trainer
 set -euo pipefail
@@ -40,6 +41,9 @@ source "scripts/models/$MODEL.sh"
 if [[ -z "${PYTHON:-}" ]]; then
     PYTHON=python3
     [[ -x .venv/bin/python ]] && PYTHON="$PWD/.venv/bin/python"
+    if [[ -x .venv-gpu/bin/python ]] && nvidia-smi --list-gpus 2>/dev/null | grep -q .; then
+        PYTHON="$PWD/.venv-gpu/bin/python"
+    fi
 fi
 
 # Ray starts the job in a folder of its own: paths must not depend on it.
@@ -51,7 +55,10 @@ SAVE_DIR="$(absolute "${SAVE_DIR:-checkpoints/${MODEL}_search}")"
 RUN_DIR="$(absolute "${RUN_DIR:-runs/$MODEL/$(date -u +%Y%m%d-%H%M%S)}")"
 TRAIN_DATA="$(absolute "${TRAIN_DATA:-data/search_r1/train.parquet}")"
 EVAL_DATA="$(absolute "${EVAL_DATA:-data/search_r1/test.parquet@[0:3000]}")"
-NUM_GPUS="${NUM_GPUS:-8}"
+if [[ -z "${NUM_GPUS:-}" ]]; then
+    NUM_GPUS=8
+    [[ -n "${CUDA_VISIBLE_DEVICES:-}" ]] && NUM_GPUS="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)" # a Slurm job
+fi
 
 CHECKPOINT_ARGS=(
     --hf-checkpoint "$HF_CHECKPOINT"
@@ -129,7 +136,7 @@ MISC_ARGS=(
     --hidden-dropout 0.0
     --accumulate-allreduce-grads-in-fp32
     --attention-softmax-in-fp32
-    --attention-backend flash
+    --attention-backend auto
     --use-tensorboard
 )
 
@@ -190,8 +197,8 @@ clean_up() {
     local status=$?
     trap - EXIT INT TERM
     if [[ -n "$submit_pid" ]] && kill "$submit_pid" 2>/dev/null; then
-        echo "stopping the job" >&2
-        timeout 60 "$PYTHON" -m ray.scripts.scripts job stop "$submission_id" >/dev/null 2>&1 || true
+        echo "stopping the job; it saves its last whole step first" >&2
+        timeout 150 "$PYTHON" -m ray.scripts.scripts job stop "$submission_id" >/dev/null 2>&1 || true
     fi
     if [[ -n "$ray_pid" ]]; then
         kill "$ray_pid" 2>/dev/null || true
@@ -224,6 +231,18 @@ PLAN_ARGS=(--available-gpus "$NUM_GPUS" --gpu-memory "${GPU_MEMORY:-80}")
 [[ "${DRY_RUN:-0}" == 1 ]] && exit 0
 
 if [[ -z "${RAY_ADDRESS:-}" ]]; then
+    DEVICES=(--num-gpus "$NUM_GPUS")
+    if [[ "${ALLOW_CPU:-0}" == 1 ]]; then
+        cores="$(nproc)" # each slot is a rank or an engine: more of them than cores take turns
+        DEVICES=(--num-gpus 0 --num-cpus "$(((cores > NUM_GPUS ? cores : NUM_GPUS) + 1))")
+    elif ! "$PYTHON" - "$PYTHON" <<'END'; then
+import sys, torch
+if not torch.cuda.is_available():
+    sys.exit(f"expected GPUs, found none that torch {torch.__version__} of {sys.argv[1]} sees: run scripts/setup_gpu.sh, "
+             "which makes .venv-gpu; or set ALLOW_CPU=1 to train on the CPU")
+END
+        exit 2
+    fi
     read -r gcs_port dashboard_port agent_port client_port < <(free_ports 4)
     export RAY_raylet_start_wait_time_s=150 # a busy machine is not a broken one
     # Ray's own commands must not look for the head through a proxy.
@@ -234,9 +253,9 @@ if [[ -z "${RAY_ADDRESS:-}" ]]; then
     export RAY_AUTH_MODE RAY_AUTH_TOKEN
     # Its own folder: another Ray on this machine keeps its address file. In /tmp, since socket paths must be short.
     ray_dir="$(mktemp -d /tmp/sleuth-ray-XXXXXX)"
-    echo "starting a Ray head with $NUM_GPUS GPUs (log: $RUN_DIR/ray.log, dashboard: http://127.0.0.1:$dashboard_port)"
+    echo "starting a Ray head with ${DEVICES[*]} (log: $RUN_DIR/ray.log, dashboard: http://127.0.0.1:$dashboard_port)"
     # A session of its own, so that ctrl-C reaches the job first and the head is stopped by clean_up.
-    setsid "$PYTHON" -m ray.scripts.scripts start --head --block --num-gpus "$NUM_GPUS" --disable-usage-stats \
+    setsid "$PYTHON" -m ray.scripts.scripts start --head --block "${DEVICES[@]}" --disable-usage-stats \
         --node-ip-address 127.0.0.1 --port "$gcs_port" --dashboard-host 127.0.0.1 --dashboard-port "$dashboard_port" \
         --dashboard-agent-listen-port "$agent_port" --ray-client-server-port "$client_port" \
         --temp-dir "$ray_dir" >"$RUN_DIR/ray.log" 2>&1 &
@@ -256,6 +275,7 @@ fi
 RUNTIME_ENV="$("$PYTHON" - "$PYTHONPATH" <<'END'
 import json, sys
 variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_CUMEM_ENABLE": "0", "PYTHONPATH": sys.argv[1]}
+variables["RAY_JOB_STOP_WAIT_TIME_S"] = "120"  # a stopped job may save for 60 s; Ray would kill it after 3
 print(json.dumps({"env_vars": variables}))
 END
 )"

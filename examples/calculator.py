@@ -22,13 +22,13 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 class CalculatorSettings(Settings, section="calculator"):
-    """What `calculator:` in a --custom-config-path file may hold."""
+    """The section `calculator:` of a --custom-config-path file."""
 
     max_calls: int = 3
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Make one trajectory: turns of the model, and results of the calculator in between."""
+    """Make one trajectory: turns of the model with results of the calculator in between."""
     conversation = Conversation(args, sample, sampling_params, stop=["</calc>"])
     max_calls = CalculatorSettings.of(args).max_calls
     sample.report(calls=0)  # averaged as the metric rollout/calls

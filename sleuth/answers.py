@@ -1,8 +1,8 @@
-"""Answers to questions: reads the accepted ones from a label, compares one with them, finds them in passages.
+"""Answers to questions: read the accepted answers from a label, compare an answer with them, find them in passages.
 
 Answers are compared after SQuAD's normalisation (Rajpurkar et al. 2016, the official evaluation script), extended to
-Unicode. What a right answer is worth is not decided here but by the reward (`qa_em_format.py`). Everything is linear in
-the length of the texts.
+Unicode. The reward (`qa_em_format.py`) decides what a right answer is worth. All functions take time linear in the
+length of the texts.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from typing import Any
 def normalize_answer(text: str, keep_numbers: bool = False) -> str:
     """SQuAD's normalisation: lower case, no punctuation, no English articles, single spaces.
 
-    Equal to SQuAD's on ASCII. Beyond it: compatibility forms (NFKC), case folding, Unicode's punctuation
-    and mathematical, currency and modifier symbols count as punctuation, and format characters vanish.
-    `keep_numbers` keeps a sign before a number and a point inside it, so that "3.5" is not "35", nor "-5" "5".
+    On ASCII the result equals SQuAD's. Beyond ASCII, text is case-folded and brought to compatibility forms (NFKC);
+    Unicode's punctuation and its mathematical, currency and modifier symbols count as punctuation; format characters
+    are removed. `keep_numbers` keeps a sign before a number and a point inside one: "3.5" is then not "35", and "-5"
+    not "5".
     """
     return _join(_without_punctuation(_fold(text, keep_numbers)))
 
 
 def answer_key(text: str, keep_numbers: bool = False) -> str:
-    """What decides whether two answers are equal: the normalised text or, where nothing is left of it, the text itself.
+    """A key that two answers share if they are equal: the normalised text, or the text itself if that is empty.
 
-    So "A", "The", "+" and "A+" are answers too, each equal to nothing but itself. Case, spaces, compatibility forms
-    and a sentence's marks around it ("A.", "(A)") still make no difference. Empty for a blank text only.
+    So "A", "The", "+" and "A+" are answers too, each equal only to itself. Case, spaces, compatibility forms and
+    punctuation around the answer ("A.", "(A)") still make no difference. The key is empty only for a blank text.
     """
     return normalize_answer(text, keep_numbers) or _as_written(text)
 
 
 def em_check(prediction: str, golden_answers: Any, keep_numbers: bool = False) -> bool:
-    """Whether the prediction equals an accepted answer of the label; nothing equals a blank."""
+    """Whether the prediction equals an accepted answer of the label; a blank prediction equals none."""
     return GoldAnswers.of(golden_answers, keep_numbers).compare(prediction)[0]
 
 
@@ -56,23 +57,23 @@ def token_f1(prediction: str, golden_answers: Any, keep_numbers: bool = False) -
 
 @dataclass(frozen=True, slots=True)
 class GoldAnswers:
-    """The accepted answers of a label, made ready for comparing."""
+    """The accepted answers of a label, prepared for comparison."""
 
     keys: frozenset[str]
-    """The `answer_key` of each."""
+    """The `answer_key` of each answer."""
     normalised: tuple[str, ...]
-    """Each normalised, without those of which nothing is left: what token F1 and passages are compared with."""
+    """The normalised answers, without empty ones; token F1 and passages are compared with these."""
     keep_numbers: bool = False
 
     @classmethod
     def of(cls, label: Any, keep_numbers: bool = False) -> GoldAnswers:
-        """Those of a label in any of the shapes that `parse_golden_answers` reads; ValueError as it says."""
+        """The accepted answers of a label, which `parse_golden_answers` reads (ValueError if it cannot)."""
         return _gold_answers(tuple(parse_golden_answers(label)), keep_numbers)
 
     def compare(self, prediction: str) -> tuple[bool, float]:
-        """Whether the prediction equals one of them, and its token F1 against the nearest.
+        """Whether the prediction equals an accepted answer, and its token F1 against the nearest one.
 
-        Token F1 is 1.0 for an equal, and 0.0 for another where normalisation leaves nothing of either.
+        Token F1 is 1.0 for an equal answer, and 0.0 for an unequal one if either is empty after normalisation.
         """
         predicted = normalize_answer(prediction, self.keep_numbers)
         if (predicted or _as_written(prediction)) in self.keys:
@@ -80,9 +81,9 @@ class GoldAnswers:
         return False, max((_f1(predicted, gold) for gold in self.normalised), default=0.0)
 
     def found_in(self, observations: Iterable[str]) -> bool:
-        """Whether one of them stands, as whole words, within a passage of an observation.
+        """Whether a passage of an observation contains an accepted answer as whole words.
 
-        An answer of which normalisation leaves nothing is never found: nearly every passage has an "a" or a "+".
+        An answer that is empty after normalisation is never found: nearly every passage has an "a" or a "+".
         """
         golden = self.normalised
         return bool(golden) and any(_observation_hits(_fold(text, self.keep_numbers), golden) for text in observations)
@@ -90,7 +91,7 @@ class GoldAnswers:
 
 @lru_cache(maxsize=4096)
 def _gold_answers(answers: tuple[str, ...], keep_numbers: bool) -> GoldAnswers:
-    """Cached, as the samples of a group share their label."""
+    """The prepared answers; cached, because all samples of a group have the same label."""
     normalised = dict.fromkeys(normalize_answer(answer, keep_numbers) for answer in answers)
     keys = frozenset(answer_key(answer, keep_numbers) for answer in answers)
     return GoldAnswers(keys - {""}, tuple(filter(None, normalised)), keep_numbers)
@@ -118,7 +119,7 @@ def _observation_hits(folded: str, golden: Sequence[str]) -> bool:
 
 @lru_cache(maxsize=4096)
 def _spelled(gold: str) -> re.Pattern[str]:
-    """A gold answer's longest word as it may be spelled, punctuation in between: without a match there is no hit."""
+    """A pattern for the answer's longest word, punctuation allowed in between. No match means: not in the passage."""
     word = max(gold.split(), key=len)
     return re.compile(
         r"(?:[^\w\s]|_)*".join(re.escape(character) for character in word if character not in "-.") or "-"
@@ -126,7 +127,7 @@ def _spelled(gold: str) -> re.Pattern[str]:
 
 
 def _passage_hits(passage: str, gold: str) -> bool:
-    """Whether a gold answer stands in a folded passage, with its punctuation deleted or read as spaces."""
+    """Whether a folded passage contains a gold answer, with the punctuation deleted or replaced by spaces."""
     return _stands_in(gold, _join(_without_punctuation(passage))) or _stands_in(gold, _join(_spaced(passage)))
 
 
@@ -141,7 +142,7 @@ def _stands_in(gold: str, text: str) -> bool:
 
 
 def _is_boundary(text: str, index: int) -> bool:
-    """Whether no word goes on across the index; scripts without spaces may be cut anywhere."""
+    """Whether the index is between words, not inside one; in scripts without spaces every index is."""
     return index in (0, len(text)) or not (_goes_on(text[index - 1]) and _goes_on(text[index]))
 
 
@@ -173,10 +174,10 @@ _PLAIN = str.maketrans({"\u2019": "'", "\u2212": "-", "\u2013": "-"})
 
 
 def _marks() -> dict[str, str]:
-    """Every mark of the basic plane beyond ASCII, and what stands for it: nothing, or punctuation of ASCII.
+    """For every mark of the basic plane beyond ASCII its replacement: an ASCII punctuation mark, or nothing.
 
-    Punctuation and mathematical and currency symbols are marks; so are format characters and the symbols that
-    NFKC would turn into letters or blanks, which vanish.
+    Marks are punctuation and mathematical and currency symbols. Format characters, and symbols that NFKC would turn
+    into letters or blanks, are marks that are removed.
     """
     kinds = {"Cf": "", "Sk": "", "So": ""} | dict.fromkeys(("Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "Sm", "Sc"), ",")
     marks = {c: kinds.get(unicodedata.category(c)) for c in map(chr, range(128, 0x10000))}
@@ -194,16 +195,16 @@ _TO_SPACES = bytes.maketrans(_PUNCTUATION, b" " * len(_PUNCTUATION))
 
 
 def _as_written(text: str) -> str:
-    """The text in one case, single spaces and compatibility forms (NFKC), without a sentence's marks around it."""
+    """The text case-folded, in compatibility forms (NFKC), with single spaces and without punctuation around it."""
     folded = unicodedata.normalize("NFKC", text.translate(_PLAIN)).casefold()
     words = " ".join("".join(c for c in folded if unicodedata.category(c) != "Cf").split())
     return words.strip(' .,:;!?()[]"\u201c\u201d') or words
 
 
 def _fold(text: str, keep_numbers: bool) -> str:
-    """The text without differences of case and of compatibility forms, and without punctuation beyond ASCII.
+    """The text case-folded, in compatibility forms (NFKC), and without punctuation beyond ASCII.
 
-    With `keep_numbers` signs and points of numbers are marked.
+    With `keep_numbers`, the signs and points of numbers are replaced by markers that survive normalisation.
     """
     if text.isascii():
         folded = text.lower()
@@ -222,13 +223,13 @@ def _without_punctuation(folded: str) -> str:
 
 
 def _spaced(folded: str) -> str:
-    """With spaces for punctuation, except for apostrophes within words."""
+    """The text with a space for each punctuation mark, except for apostrophes inside words."""
     data = _POSSESSIVE.sub(" ", folded).encode("utf-8", "surrogatepass").translate(_TO_SPACES, b"'")
     return data.decode("utf-8", "surrogatepass")
 
 
 def _join(text: str) -> str:
-    """A text without punctuation as words between single spaces, without articles and with what was kept of numbers."""
+    """Words between single spaces, without articles, from a text without punctuation; restores marked numbers."""
     words = text.split()
     joined = " ".join(words)
     if joined.isascii() and joined.isprintable():  # words of letters and digits alone, the usual case
@@ -257,13 +258,13 @@ _VALUES = (Number, datetime.date, datetime.time)
 
 
 def parse_golden_answers(label: Any) -> list[str]:
-    """The accepted answers in a label as data sets hold it, each once; none for null, NaN, blanks and empty lists.
+    """The accepted answers in a label of any common data set, each once; none in null, NaN, blanks and empty lists.
 
     A label is a text, a number, a list or numpy array of labels, or a dictionary with one of the keys of
     Search-R1, `{"ground_truth": {"target": [...]}}`, SQuAD, `{"text": [...], "answer_start": [...]}`, TriviaQA,
-    `{"value": ..., "aliases": [...]}`, and the like; a key whose value holds no answer is passed over. A list of
-    (key, value) pairs is such a dictionary (an Arrow map). A text that spells a list or such a dictionary in JSON or
-    Python is read as that; every other text is an answer. ValueError for other dictionaries and other types.
+    `{"value": ..., "aliases": [...]}`, and the like; keys whose value holds no answer are skipped. A list of
+    (key, value) pairs (an Arrow map) counts as such a dictionary. A text that is a list or such a dictionary in JSON
+    or Python notation is parsed; every other text is an answer. ValueError for other dictionaries and other types.
     """
     try:
         return list(dict.fromkeys(_answers_in(label)))
@@ -296,14 +297,14 @@ def _answers_in(label: Any) -> list[str]:
 
 
 def _is_missing(label: Any) -> bool:
-    """Whether it is None, NaN, or pandas' NaT or NA."""
+    """Whether the label is None, NaN, or pandas' NaT or NA."""
     if isinstance(label, Number | datetime.date):
         return bool(label != label)
     return label is None or type(label).__name__ == "NAType"
 
 
 def _answers_in_dictionary(label: dict[Any, Any]) -> list[str]:
-    """The answers under the first keys that have any."""
+    """The answers under the first of the known keys that have any."""
     for keys in _LABEL_KEYS:
         if answers := [answer for key in keys if key in label for answer in _answers_in(label[key])]:
             return answers
@@ -317,9 +318,9 @@ def _answers_in_dictionary(label: dict[Any, Any]) -> list[str]:
 
 
 def _dictionary_of_pairs(items: Collection[Any]) -> dict[str, Any] | None:
-    """The dictionary that (key, value) pairs spell, or None.
+    """The dictionary that a collection of (key, value) pairs stands for, or None if it is not one.
 
-    Lists of two texts, as JSON writes pairs, are answers unless one begins with a known key.
+    Lists of two texts, which is how JSON writes pairs, are answers unless one of them begins with a known key.
     """
     pairs: list[Any] = [
         item for item in items if isinstance(item, (list, tuple)) and len(item) == 2 and isinstance(item[0], str)
@@ -332,7 +333,7 @@ def _dictionary_of_pairs(items: Collection[Any]) -> dict[str, Any] | None:
 
 @lru_cache(maxsize=4096)
 def _label_spelled_by(text: str) -> Any:
-    """The list or dictionary with answers that a text spells, or None: most texts are answers themselves."""
+    """The list or dictionary with answers that a text stands for, or None: most texts are answers themselves."""
     text = text.strip()
     if not text.startswith(("[", "{", "(", '"', "array(")):
         return None

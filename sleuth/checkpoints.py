@@ -1,11 +1,13 @@
-"""Checkpoints as folders: which is the newest, and how a finished one takes its place. What is in them: `megatron`.
+"""Checkpoints as folders: which is the newest, and how a finished one takes its place.
+
+`sleuth.megatron.checkpoint` writes and reads their content.
 
     <folder>/latest_checkpointed_iteration.txt      the tracker: the step of the newest whole checkpoint
     <folder>/iter_0000020/                          a whole checkpoint
 
-A checkpoint is written to a hidden folder beside its place (`unfinished_folder`), then renamed and named by the
-tracker (`publish`). At every instant the tracker names a whole checkpoint, so a kill or a full disk costs the
-checkpoint that is being saved and no other; left-overs are removed by the next save.
+A checkpoint is written to a hidden folder beside its place (`unfinished_folder`); `publish` then renames the folder and
+writes its step into the tracker. At every moment the tracker names a whole checkpoint, so a kill or a full disk costs
+only the checkpoint that is being saved. The next save removes what was left over.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV)
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies under `folder`."""
+    """The path of the checkpoint of `step` under `folder`."""
     return folder / f"iter_{step:07d}"
 
 
@@ -66,9 +68,15 @@ def find_checkpoint(folder: Path, iteration: int | None = None) -> Path | None:
 
 
 def read_description(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself; {} if it was written by something else."""
+    """What a checkpoint says of itself; {} if it was written by something else. ValueError if it cannot be read."""
     path = checkpoint / DESCRIPTION
-    description: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        description: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(
+            f"expected a JSON object in {path}, found something else ({error}); copy the checkpoint again, or name "
+            "another one"
+        ) from error
     return description
 
 
@@ -92,7 +100,7 @@ def resuming_problem(checkpoint: Path, *, distributed: bool) -> str | None:
             f"expected a training checkpoint in --load {checkpoint}, found weights without optimizer state; "
             "pass it as --ref-load, or add --finetune, to start a new run from it"
         )
-    if description["distributed_optimizer"] != distributed:
+    if description.get("distributed_optimizer", distributed) != distributed:
         return (
             f"--use-distributed-optimizer is {distributed}, but the checkpoint in {checkpoint} was saved with "
             f"{not distributed}; give the flag as it was then"
@@ -101,7 +109,7 @@ def resuming_problem(checkpoint: Path, *, distributed: bool) -> str | None:
 
 
 def _tracked(folder: Path) -> Path | None:
-    """The place that the tracker names; None where there is no tracker."""
+    """The checkpoint that the tracker in `folder` names; None if there is no tracker."""
     tracker = folder / TRACKER
     if not tracker.is_file():
         return None
@@ -121,7 +129,7 @@ def unfinished_folder(folder: Path, step: int) -> Path:
 
 
 def tidy(folder: Path) -> None:
-    """Make `folder` ready for a save: there, and without what an earlier save left that did not finish."""
+    """Prepare `folder` for a save: make it if needed, and remove what an unfinished save left in it."""
     folder.mkdir(parents=True, exist_ok=True)
     for replaced in folder.glob(f"{_REPLACED}*"):
         place = folder / replaced.name.removeprefix(_REPLACED)
@@ -149,11 +157,11 @@ def publish(unfinished: Path, folder: Path, step: int) -> None:
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
-    """Delete all but the checkpoint of `step` and the latest others, `keep` in all; 0 keeps all."""
+    """Keep `keep` checkpoints, that of `step` and the latest others, and delete the rest; 0 keeps all."""
     if keep == 0:
         return
     found = [path for path in folder.iterdir() if re.fullmatch(r"iter_\d{7,}", path.name)]
-    # The one just saved is not the latest by its number if the run went on from an earlier checkpoint.
+    # If the run resumed from an earlier checkpoint, the one just saved does not have the highest number.
     found.sort(key=lambda path: (path == checkpoint_folder(folder, step), path.name))
     for path in found[:-keep]:
         # Hidden first: a deletion that is cut short must not look like a checkpoint.
@@ -163,10 +171,10 @@ def prune(folder: Path, step: int, keep: int) -> None:
 
 
 def _replace(unfinished: Path, place: Path) -> Path:
-    """Put `unfinished` where another checkpoint stands; returns where that one is now."""
+    """Put `unfinished` in the place of another checkpoint; returns the path to which that one was moved."""
     if _exchange(unfinished, place):
         return unfinished
-    # Between the two renames `find_checkpoint` takes the older one, and the next save would put it back.
+    # A kill between the two renames: `find_checkpoint` takes the older checkpoint, and the next save puts it back.
     older = place.with_name(_REPLACED + place.name)
     place.rename(older)
     unfinished.rename(place)
@@ -174,7 +182,7 @@ def _replace(unfinished: Path, place: Path) -> Path:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Let two folders change places, at once; False where the system or the file system (NFS) cannot."""
+    """Swap two folders in one step; False if the operating system or the file system (NFS) cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False

@@ -1,6 +1,6 @@
 """How a setting names rows of data: `path`, `path@[a:b]`, or `owner/repo/file` of a Hugging Face data set.
 
-The one place that knows this notation. It imports nothing heavy: the check of the arguments uses it as well.
+Only this module knows the notation. It imports nothing heavy, because the checks of the arguments use it too.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _HUB_FILE = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)/(?P<file>[^@]+)")
 
 @dataclass(frozen=True, slots=True)
 class DataPath:
-    """A file and the rows wanted of it: `DataPath.parse("train.parquet@[0:100]")`."""
+    """A file, and which of its rows to read: `DataPath.parse("train.parquet@[0:100]")`."""
 
     path: str
     rows: slice
 
     @classmethod
     def parse(cls, text: str) -> DataPath:
-        """Either bound of `@[a:b]` may be missing or negative, as in Python.
+        """Parse `path` or `path@[a:b]`; either bound may be missing or negative, as in Python.
 
-        ValueError if there is an `@[` that is no such slice.
+        Raises ValueError if `@[` is followed by something else.
         """
         match = _SLICE.fullmatch(text)
         if match is None:
@@ -38,9 +38,9 @@ class DataPath:
 
     @property
     def hub_file(self) -> tuple[str, str] | None:
-        """`owner/repo` and the file in it, if this may be a file of the hub.
+        """(`owner/repo`, file in it) if this may be a file of the Hugging Face hub, else None.
 
-        A path whose first folder is here is a local one, with a typo in what follows.
+        A path whose first folder exists on this machine is taken for a local path with a typo.
         """
         match = _HUB_FILE.fullmatch(self.path)
         if match is None or Path(self.path.split("/")[0]).exists():

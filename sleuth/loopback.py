@@ -1,6 +1,6 @@
-"""Traffic between the parts of a run stays on its machine, whatever proxy the environment names.
+"""Keeps traffic between the parts of a run off the proxies that the environment names.
 
-HTTP_PROXY and the like are for downloads and trackers. A proxy cannot reach this machine's own addresses.
+HTTP_PROXY and the like are for downloads and trackers; a proxy cannot reach this machine's own addresses.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def direct_session() -> requests.Session:
 
 
 def without_proxy(environment: Mapping[str, str], *hosts: str) -> dict[str, str]:
-    """The variables that take `hosts` and this machine's own names out of the proxies of `environment`.
+    """Variables (`no_proxy` and the like) that exempt `hosts` and this machine's own names from proxies.
 
-    Libraries read the name in small or in large letters, so both get what either had. gRPC has one of its own,
-    which outranks them where it is set.
+    They extend those of `environment`. Some libraries read the name in lower case, others in upper case, so both get
+    what either had. gRPC has a variable of its own, which outranks the others where it is set.
     """
     names = ("no_proxy", "NO_PROXY")
     given = [host.strip() for name in names for host in environment.get(name, "").split(",")]
@@ -34,5 +34,5 @@ def without_proxy(environment: Mapping[str, str], *hosts: str) -> dict[str, str]
 
 
 def _joined(hosts: list[str]) -> str:
-    """Each host once; "*", which excepts all, works only where it stands alone."""
+    """The hosts joined by commas, each once; or "*", which exempts all, but works only if it stands alone."""
     return "*" if "*" in hosts else ",".join(dict.fromkeys(host for host in hosts if host))

@@ -1,4 +1,4 @@
-"""Small questions about files and folders that several parts ask."""
+"""Small functions about files and folders that several modules use."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from pathlib import Path
 
 
 def nearest_existing(path: Path) -> Path:
-    """`path` itself where it exists, else the closest of its parents that does."""
+    """`path` itself if it exists, else its closest parent that does."""
     return next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
 
 
 def follow_umask(folder: Path) -> None:
-    """Give the files under `folder` the mode that new files get here: some libraries make theirs for their owner only.
+    """Give the files under `folder` the mode that new files get in this process.
 
-    Who may read them is then the user's choice, by umask, as for everything else that a run writes.
+    Some libraries make files that only their owner can read. Afterwards the user's umask decides who can read them, as
+    it does for everything else that a run writes.
     """
     mode = 0o666 & ~_umask()
     for path in folder.rglob("*"):
@@ -23,7 +24,7 @@ def follow_umask(folder: Path) -> None:
 
 
 def _umask() -> int:
-    # It can be read only by setting it. What another thread makes meanwhile is for its owner alone, at worst.
+    # Reading the umask means setting it. At worst, a file that another thread makes meanwhile gets a stricter mode.
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

@@ -49,13 +49,13 @@ class PlanOptions(Group):
         "number is one of 10^9 bytes. Also --gpu-memory.",
     )
     available_gpus: PositiveInt | None = Field(
-        None, description="GPUs that there are; a run that needs more is refused."
+        None, description="GPUs of the cluster; a run that needs more is refused [not checked]."
     )
-    require_files: bool = Field(False, description="Missing files are errors, not notes.")
+    require_files: bool = Field(False, description="Files of the run that are missing here are errors, not notes.")
 
 
 class PlanArgs(PlanOptions, Args):
-    """The flags of a run, and those of its plan."""
+    """The flags of a run and those of the plan."""
 
     @property
     def gpu_memory(self) -> float:
@@ -78,7 +78,7 @@ def micro_batches(args: Args, tokens_per_sample: int) -> int:
 
 
 def shape_source(args: Args) -> str:
-    """Where the model's shape comes from."""
+    """A phrase that says where the model's shape comes from."""
     if (Path(args.hf_checkpoint) / "config.json").is_file():
         return f"{args.hf_checkpoint}/config.json"
     known = known_model(args.hf_checkpoint)
@@ -96,7 +96,7 @@ def check_gpus(args: PlanArgs) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the plan; 0 if it can work, else 2."""
+    """Print the plan. Returns 0 if the run can work, else 2."""
     console = Console(width=120, soft_wrap=True, highlight=False)
     notes: list[str] = []
     try:

@@ -1,4 +1,4 @@
-"""Repeating what failed, with tenacity's waits, at no cost to what succeeds at once."""
+"""Retries with tenacity's waits; a call that succeeds at once costs nothing extra."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ async def with_retries(
     wait: Callable[[tenacity.RetryCallState], float],
     before_sleep: Callable[[tenacity.RetryCallState], Any],
 ) -> T:
-    """What `attempt()` returns, made at most `attempts` times; its last error if none succeeds.
+    """Call `attempt()` at most `attempts` times. Returns its first result; raises its last error if all fail.
 
-    An error that is not transient ends it at once. `wait` gives the seconds before the next attempt, `before_sleep`
-    tells of the failure.
+    An error that is not transient is raised at once. `wait` gives the seconds before the next attempt; `before_sleep`
+    is called before that wait, to report the failure.
     """
     try:
         return await attempt()  # most succeed: setting up the retries costs as much as a request
@@ -43,5 +43,5 @@ async def with_retries(
 
 
 def failure(state: tenacity.RetryCallState) -> BaseException | None:
-    """The error of the attempt that `state` is about."""
+    """The error of the attempt that `state` describes."""
     return state.outcome.exception() if state.outcome else None

@@ -1,6 +1,6 @@
-"""A trajectory and its tokens: the words that hooks, rollout and trainer share.
+"""A trajectory and its tokens: the data types that hooks, rollout and trainer share.
 
-Token ids are the truth here; text is only a view of them. Nothing in this module knows of
+Token ids are the truth here; text is only a view of them. Nothing in this module knows
 engines, trainers or search.
 """
 
@@ -12,11 +12,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Real
 from typing import Any, Literal
 
 
 class SampleStatus(StrEnum):
-    """Where a sample stands."""
+    """The state of a sample."""
 
     PENDING = "pending"
     """Not generated yet, or still being generated."""
@@ -25,9 +26,9 @@ class SampleStatus(StrEnum):
     TRUNCATED = "truncated"
     """A budget (turns, response tokens, context, invalid actions) ended it; it is trained on."""
     ABORTED = "aborted"
-    """The engine gave up on it; it is not trained on."""
+    """The engine gave up on it; it is not trained on but replaced."""
     FAILED = "failed"
-    """The environment (a search) failed; it is not trained on but replaced."""
+    """A hook or the environment (a search) failed; it is not trained on but replaced."""
 
 
 class StopReason(StrEnum):
@@ -50,19 +51,19 @@ class StopReason(StrEnum):
     ENGINE_ABORT = "engine_abort"
     """The engine aborted the request."""
     HOOK_ERROR = "hook_error"
-    """The generate hook raised an error, or returned something else than a finished sample."""
+    """The generate hook raised an error, or did not return a finished sample."""
     REWARD_ERROR = "reward_error"
-    """The reward hook raised an error, or returned something else than a reward."""
+    """The reward hook raised an error, or did not return a reward."""
     HOOK_TIMEOUT = "hook_timeout"
     """The generate or the reward hook took longer than `--hook-timeout`."""
 
 
 OWN_REASON = re.compile(r"[a-z][a-z0-9_]{0,39}")
-"""What a hook may give as a reason of its own."""
+"""The form of a reason that a hook may make up."""
 
 Source = Literal["model", "observation", "correction"]
 MAX_LOG_PROB = 1e-3
-"""Above 0 by rounding only, in nats."""
+"""In nats: a log-probability up to this value is above 0 only by rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,10 @@ class Segment:
 
 @dataclass(slots=True)
 class TokenTrace:
-    """The one accumulator of a trajectory; its lists are equally long by construction.
+    """Collects the tokens of a trajectory; its methods keep the lists of the response equally long.
 
-    `prompt_ids` holds the prompt; the other lists hold the response, one entry a token:
-    the id, the loss mask (1 exactly on what the model generated) and the log-probability in nats
+    `prompt_ids` holds the prompt. The other lists hold the response, with one entry for each token:
+    its id, its loss mask (1 exactly where the model generated it) and its log-probability in nats
     (0.0 where the mask is 0).
     """
 
@@ -192,10 +193,10 @@ def _segments_of(loss_mask: Sequence[int]) -> Iterator[Segment]:
 class Sample:
     """One trajectory, from its prompt to its reward.
 
-    `metadata` is the row's, and is left as it is: what a hook has to say goes through `report`, which puts numbers
-    into `rollout_metrics` and everything else into `notes`. `weight_version` is the policy's version that generated the
-    last turn. `stop_reason` is a StopReason, or a word of the hook's own. `file` and `row`: where the prompt
-    stands (rows count from 0).
+    `metadata` belongs to the row, and hooks leave it unchanged. A hook reports its own numbers and notes by `report`,
+    which puts numbers into `rollout_metrics` and everything else into `notes`. `weight_version` is the version of the
+    weights that generated the last turn. `stop_reason` is a StopReason, or a word that the hook made up. `file` and
+    `row` say where the prompt comes from (rows count from 0).
     """
 
     index: int
@@ -217,14 +218,14 @@ class Sample:
 
     @property
     def where(self) -> str:
-        """Where its prompt comes from: `row 17 of train.parquet`, or its place in the step."""
+        """Where the prompt comes from: `row 17 of train.parquet`, or the sample's place in the step."""
         return f"row {self.row} of {self.file}" if self.file is not None else f"prompt {self.group_index}"
 
     def finish(self, status: SampleStatus, reason: StopReason | str, error: str | None = None) -> Sample:
         """Set how the trajectory ended, and return the sample.
 
-        `reason` may be a word of the hook's own (small letters, digits, `_`), counted as `rollout/stop/<reason>`.
-        Raises ValueError for another text, and for a sample that is finished already.
+        `reason` may be a word that the hook made up (lower-case letters, digits, `_`); it is counted as
+        `rollout/stop/<reason>`. Raises ValueError for any other text, and for a sample that is already finished.
         """
         if self.status is not SampleStatus.PENDING:
             raise ValueError(
@@ -237,19 +238,19 @@ class Sample:
         return self
 
     def report(self, **values: Any) -> None:
-        """Report numbers and notes of the hook's own.
+        """Report a hook's own numbers and notes.
 
-        Numbers are averaged over a step's samples as the metric `rollout/<name>`; everything else stands in the logged
-        trajectory. A name that is given again is replaced.
+        Numbers are averaged over a step's samples, as the metric `rollout/<name>`; everything else is written into the
+        logged trajectory. Reporting a name again replaces its value.
         """
         for name, value in values.items():
-            is_number = isinstance(value, int | float)
+            is_number = isinstance(value, Real)  # numpy's are, too
             (self.rollout_metrics if is_number else self.notes)[name] = float(value) if is_number else value
 
     def set_reward(self, result: float | Mapping[str, float]) -> None:
-        """Store a reward hook's result: a number, or components of which `reward` is the total.
+        """Store a reward hook's result: a number, or a mapping of components in which `reward` is the total.
 
-        Raises ValueError naming what was found for anything else.
+        Raises ValueError for anything else, and says what was found.
         """
         components = result if isinstance(result, Mapping) else {"reward": result}
         if "reward" not in components:
@@ -265,7 +266,7 @@ class Sample:
 
 
 def _is_finite_number(value: Any) -> bool:
-    """Whether it is a number, also numpy's, or a tensor of one: whatever float() takes, but for text."""
+    """Whether `float()` accepts the value and gives a finite number; text never counts. Accepts numpy and tensors."""
     if isinstance(value, str | bytes):
         return False
     try:
@@ -275,7 +276,7 @@ def _is_finite_number(value: Any) -> bool:
 
 
 def check_reason(reason: StopReason | str) -> StopReason | str:
-    """The reason, as a member of StopReason where it is one; ValueError for what is no word."""
+    """The reason, as a member of StopReason if it is one; ValueError if it is not of the form OWN_REASON."""
     if not isinstance(reason, str) or not OWN_REASON.fullmatch(reason):
         raise ValueError(
             f"expected a StopReason, or a word of small letters, digits and _ as a reason of your own, found {reason!r}"
@@ -285,12 +286,12 @@ def check_reason(reason: StopReason | str) -> StopReason | str:
 
 @dataclass(slots=True)
 class TrainSample:
-    """What the trainer gets of one trajectory.
+    """The part of one trajectory that the trainer gets.
 
     `token_ids` [T]: prompt and response. The other lists are [R], one entry for each of the last
     R = T - prompt_length tokens: `loss_mask` (0 or 1; any weight >= 0 in supervised training),
-    `rollout_log_probs` (nats, from the engine; empty in supervised training) and `advantages`. `reward` and `index`,
-    the sample's place in its step (group after group), are for trainers that make advantages themselves.
+    `rollout_log_probs` (nats, from the engine; empty in supervised training) and `advantages`. `reward` and `index`
+    (the sample's place in its step, group after group) are for a trainer that computes advantages itself.
     """
 
     token_ids: list[int]

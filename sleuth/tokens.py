@@ -1,4 +1,4 @@
-"""Between text and token ids, without special tokens at the ends and without the tokenizer's own threads."""
+"""Encodes and decodes text, without adding special tokens and without the tokenizer's own threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> Encoding:
-    """The text's ids and offsets, without special tokens at its ends. A lone surrogate becomes a question mark."""
+    """Token ids and offsets of a text, without added special tokens. A lone surrogate becomes a question mark."""
     try:
         return _encode(text, tokenizer)
     except TypeError:  # what UTF-8 cannot hold

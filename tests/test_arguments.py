@@ -253,6 +253,7 @@ def test_the_name_of_an_environment_variable_is_no_secret(tmp_path: Path):
         (["--apply-chat-template-kwargs", '{"a": 1}'], ["has no effect without --apply-chat-template"]),
         (["--n-samples-per-eval-prompt", "4"], ["has no effect without --eval-interval"]),
         (["--eval-max-response-len", "99"], ["has no effect without --eval-interval"]),
+        (["--eval-interval", "5", "--eval-prompt-data", *"ax", "--eval-top-p", "0.9"], ["--eval-temperature 0 alone"]),
         (["--wandb-project", "x"], ["--wandb-project has no effect without --use-wandb"]),
         (["--min-lr", "1e-7"], ["--min-lr has no effect without --lr-decay-style linear or cosine"]),
         (["--lr-decay-steps", "5"], ["--lr-decay-steps has no effect without --lr-decay-style"]),

@@ -268,5 +268,11 @@ def test_a_checkpoint_that_training_cannot_go_on_from_is_told(tmp_path: Path):
     with pytest.raises(ArgumentsError, match=r"found weights without optimizer state; .* add --finetune"):
         check_files(parse(*files, "--load", str(weights)))
     check_files(parse(*files, "--load", str(plain)))
+    torn = checkpoint(tmp_path / "torn", 5)
+    (torn / "iter_0000005/sleuth.json").write_text('{"step"')
+    with pytest.raises(
+        ArgumentsError, match=r"--load: expected a JSON object in .*sleuth.json, .* copy the checkpoint"
+    ):
+        check_files(parse(*files, "--load", str(torn)))
     with pytest.raises(ArgumentsError, match=r"--use-distributed-optimizer is True, .* saved with False"):
         check_files(parse(*files, "--load", str(plain), "--use-distributed-optimizer"))

@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from sleuth.arguments import parse_args
 from sleuth.cluster.preflight import with_model
@@ -286,11 +287,58 @@ def stand_in_python(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this torch sees GPUs")
+def test_a_start_where_torch_sees_no_gpu_is_refused(stand_in_python: Path, tmp_path: Path):
+    result = dry_run(DRY_RUN="0", RUN_DIR=str(tmp_path / "run"), PYTHON=str(stand_in_python))
+    assert result.returncode == 2
+    assert f"expected GPUs, found none that torch {torch.__version__} of {stand_in_python} sees" in result.stderr
+    assert "run scripts/setup_gpu.sh" in result.stderr
+    assert "ALLOW_CPU=1" in result.stderr
+    assert not (tmp_path / "run" / "ray.log").exists()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The script in a folder of its own, with three Pythons that say who they are and what they were given."""
+    shutil.copytree(ROOT / "scripts" / "models", tmp_path / "scripts" / "models")
+    shutil.copy(SCRIPT, tmp_path)
+    for folder in (".venv/bin", ".venv-gpu/bin", "path"):
+        (tmp_path / folder).mkdir(parents=True)
+        program = tmp_path / folder / ("python3" if folder == "path" else "python")
+        program.write_text(f'#!/bin/sh\necho {folder} "$@"\n')
+        program.chmod(0o755)
+    return tmp_path
+
+
+def planned_with(checkout: Path, smi: str, **variables: str) -> str:
+    """What the plan's Python says in a dry run, where nvidia-smi prints `smi`."""
+    (checkout / "path" / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{smi}'\n")
+    (checkout / "path" / "nvidia-smi").chmod(0o755)
+    env = {"PATH": f"{checkout / 'path'}:/usr/bin:/bin", "DRY_RUN": "1", **variables}
+    command = ["bash", str(checkout / SCRIPT.name)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_the_gpu_environment_is_taken_where_there_is_a_gpu(checkout: Path):
+    gpu = "GPU 0: NVIDIA H100 (UUID: GPU-1)\\n"
+    assert planned_with(checkout, gpu).startswith(".venv-gpu/bin ")
+    assert planned_with(checkout, "").startswith(".venv/bin ")
+    assert planned_with(checkout, gpu, PYTHON="python3").startswith("path ")
+    shutil.rmtree(checkout / ".venv-gpu")
+    assert planned_with(checkout, gpu).startswith(".venv/bin ")
+
+
+def test_the_gpus_of_a_slurm_job_are_counted(checkout: Path):
+    assert "--available-gpus 8" in planned_with(checkout, "")
+    assert "--available-gpus 4" in planned_with(checkout, "", CUDA_VISIBLE_DEVICES="GPU-a,GPU-b,GPU-c,GPU-d")
+    assert "--available-gpus 2" in planned_with(checkout, "", CUDA_VISIBLE_DEVICES="0,1,2", NUM_GPUS="2")
+
+
 @pytest.mark.e2e
 def test_the_script_runs_a_job_on_a_ray_head_of_its_own_and_stops_both(stand_in_python: Path, tmp_path: Path):
     run_dir, stop = tmp_path / "run with space", "</answer> $HOME"
     command = ["bash", str(SCRIPT), "--rollout-stop", stop]
-    variables = environment(DRY_RUN="0", RUN_DIR=str(run_dir), PYTHON=str(stand_in_python))
+    variables = environment(DRY_RUN="0", RUN_DIR=str(run_dir), PYTHON=str(stand_in_python), ALLOW_CPU="1")
     with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         deadline = threading.Timer(200, process.terminate)

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dirs", type=Path, nargs="+", help="folders with a metrics.jsonl")
     parser.add_argument("--output", type=Path, required=True, help="the PNG to write")
-    parser.add_argument("--labels", nargs="+", help="a name for each run")
+    parser.add_argument("--labels", nargs="+", help="a name for each run [its seed or its folder]")
     options = parser.parse_args(argv)
     missing = [str(run) for run in options.run_dirs if not (run / "metrics.jsonl").is_file()]
     if missing:

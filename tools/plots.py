@@ -58,9 +58,9 @@ def plot_run(metrics_jsonl: str | Path, png: str | Path) -> None:
 
 
 def plot_runs(metrics_jsonls: Sequence[str | Path], png: str | Path, labels: Sequence[str] | None = None) -> None:
-    """Draw several runs into the same plots: a thin line a run, and a thick one, their mean at shared steps.
+    """Draw several runs into the same plots: a thin line for each run, and a thick one for their mean at shared steps.
 
-    `labels` name the runs; by default each is called by its folder.
+    `labels` name the runs; by default a run has the name of its folder.
     """
     names = list(labels) if labels else [Path(path).parent.name for path in metrics_jsonls]
     if len(set(names)) < len(metrics_jsonls):
@@ -69,14 +69,14 @@ def plot_runs(metrics_jsonls: Sequence[str | Path], png: str | Path, labels: Seq
 
 
 def evaluation_metric(lines: Sequence[MetricsLine], ending: str) -> str | None:
-    """The full name of the evaluation metric that ends so, of the first evaluated set; None if there is none."""
+    """The full name of the evaluation metric with this ending, of the first evaluated set; None if there is none."""
     names = [name for line in lines for name in line if name.startswith("eval/") and name.endswith(ending)]
     plain = [name for name in names if "/source/" not in name and "/macro/" not in name]
     return plain[0] if plain else None
 
 
 def panel_series(lines: list[MetricsLine], panel: Panel) -> tuple[list[int], list[float]]:
-    """Steps and values of a panel's metric in a run; empty lists if it was not logged."""
+    """Steps and values of a panel's metric in one run; empty lists if it was not logged."""
     name = evaluation_metric(lines, panel.metric) if panel.metric.startswith("/") else panel.metric
     return metric_series(lines, name) if name else ([], [])
 
@@ -112,7 +112,7 @@ def _draw_panel(ax: Axes, panel: Panel, runs: dict[str, list[MetricsLine]]) -> N
 
 
 def shared_mean(series: Sequence[tuple[list[int], list[float]]]) -> tuple[list[int], list[float]]:
-    """The mean over runs at the steps that every run has."""
+    """Steps that all runs have, and the mean over runs at each."""
     tables = [dict(zip(steps, values, strict=True)) for steps, values in series]
     shared = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
     return shared, [statistics.fmean(table[step] for table in tables) for step in shared]

@@ -38,7 +38,7 @@ from sleuth.arguments import Args, Group, check_files, check_tokenizer, parse_ar
 from sleuth.cluster.preflight import ask_services, with_hook_settings, with_model
 from sleuth.data import PromptRow, load_rows
 from sleuth.data_path import DataPath
-from sleuth.engine.server import HOST, EngineServer, EngineStartError
+from sleuth.engine.server import EngineServer, EngineStartError
 from sleuth.hooks import (
     Engine,
     FailSample,
@@ -194,10 +194,9 @@ def engine_of(args: TryArgs) -> Iterator[str | None]:
         yield args.engine_url
         return
     from sleuth.cluster.engines import engine_config  # imports Ray, which a script does without
-    from sleuth.cluster.placement import Device
 
     sys.stderr.write("starting an engine (half a minute or more)\n")
-    config = replace(engine_config(args, args.run_dir, 0, Device(0, HOST, None)), log_path=None)
+    config = replace(engine_config(args, args.run_dir, 0, devices=()), log_path=None)
     with EngineServer(config) as server:
         yield server.url
 
@@ -252,11 +251,12 @@ def report(outcomes: Sequence[Outcome], trial: Trial) -> None:
             console.print(Text(user_traceback(outcome.error), style="red"), soft_wrap=True)
     usable = [outcome.sample for outcome in outcomes if outcome.sample.status not in UNUSABLE]
     rewards = [sample.reward for sample in usable if sample.reward is not None]
-    mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
+    mean = f", mean reward: {sum(rewards) / len(rewards):.3f}" if rewards else ""
     unscored = " (no --custom-rm-path: nothing is scored)" if trial.args.custom_rm_path == NO_REWARD else ""
-    lines = [f"{len(outcomes)} trajectories, {len(outcomes) - len(usable)} failed{mean}{unscored}"]
-    lines += [f"{name}: {value:g}" for name, value in drain_step_metrics().items()]
-    for line in lines:
+    counted = ", ".join(f"{name} {value:.3g}" for name, value in drain_step_metrics().items() if value)
+    for line in filter(
+        None, (f"trajectories: {len(outcomes)}, failed: {len(outcomes) - len(usable)}{mean}{unscored}", counted)
+    ):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 

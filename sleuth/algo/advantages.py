@@ -1,7 +1,7 @@
-"""Advantages from the rewards of a step; one number a sample, the same for all of its trained tokens.
+"""Advantages from the rewards of a step: one number for each sample, the same for all of its trained tokens.
 
-Computed once for the whole step, before samples are spread over ranks, so that no layout can
-change them. Not for per-token credit: nothing here sees token log-probabilities.
+They are computed once for the whole step, before samples are spread over ranks, so that the parallel layout
+cannot change them. Credit for single tokens is not computed here: nothing sees their log-probabilities.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ STD_EPSILON = 1e-6
 
 
 def equal_groups(rewards: Tensor) -> Tensor:
-    """Which groups of `rewards` [G, n] have one reward throughout: bool [G]. They carry no signal."""
+    """Which groups of `rewards` [G, n] have n equal rewards, and so no signal to learn from: bool [G]."""
     _check_rewards(rewards)
     return rewards.amax(dim=1) == rewards.amin(dim=1)
 
 
 def group_advantages(rewards: Tensor, *, normalize_std: bool) -> Tensor:
-    """Rewards [G, n] relative to their group: reward - mean, and over the standard deviation if asked.
+    """Advantages [G, n] from rewards [G, n]: reward - group mean, over the deviation if `normalize_std`.
 
     A = (r - mean(r)) / (std(r) + 1e-6), with the unbiased deviation: GRPO (Shao et al. 2024,
     arXiv 2402.03300); without the division: "Dr. GRPO" (Liu et al. 2025, arXiv 2503.20783).
 
-    Exactly 0 in groups whose rewards are all equal (also where their mean is rounded) and in groups
+    The result is exactly 0 in groups whose rewards are all equal (even where their mean is rounded) and in groups
     of one. Raises ValueError for another shape, an empty group or a reward that is not finite.
     """
     equal = equal_groups(rewards)
@@ -38,13 +38,13 @@ def group_advantages(rewards: Tensor, *, normalize_std: bool) -> Tensor:
 
 
 def step_advantages(rewards: Tensor, tokens: Tensor) -> Tensor:
-    """Rewards [G, n] normalised over all trained tokens of the step; `tokens` [G, n] counts a sample's.
+    """Advantages [G, n]: rewards [G, n] normalised over the step; `tokens` [G, n] counts trained tokens of samples.
 
-    A = (r - mean) / (std + 1e-6), both over tokens, each with its sample's reward: REINFORCE++ (Hu 2025,
-    arXiv 2501.03262) with a discount of 1 and the KL penalty in the loss, not the reward. Of rewards whose group mean
-    was subtracted before, it is the baseline form. Exactly 0 where all samples that have trained tokens
-    have one reward, and for a sample without any. Raises ValueError as `group_advantages` does, or for
-    another shape of `tokens`.
+    A = (r - mean) / (std + 1e-6), with mean and std over all trained tokens, each having its sample's reward:
+    REINFORCE++ (Hu 2025, arXiv 2501.03262) with a discount of 1 and the KL penalty in the loss, not the reward. If the
+    group mean was subtracted from the rewards before, it is the baseline form. The result is exactly 0 if all samples
+    with trained tokens have the same reward, and for a sample without trained tokens. Raises ValueError as
+    `group_advantages` does, or for another shape of `tokens`.
     """
     _check_rewards(rewards)
     if tokens.shape != rewards.shape:

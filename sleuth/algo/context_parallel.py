@@ -14,22 +14,22 @@ from torch import Tensor
 
 
 def padded_length(length: int, multiple: int) -> int:
-    """`length` rounded up to a multiple, at least one multiple."""
+    """`length` rounded up to a multiple of `multiple`; at least `multiple` itself."""
     if length < 0 or multiple < 1:
         raise ValueError(f"expected length >= 0 and multiple >= 1, found {length} and {multiple}")
     return max(1, -(-length // multiple)) * multiple
 
 
 def pad_multiple(cp_size: int, tp_size: int = 1) -> int:
-    """What every sequence length must divide by: 2 * cp for the zigzag layout, times tp for sequence parallelism."""
+    """What must divide every sequence length: 2 * cp for the zigzag layout, times tp for sequence parallelism."""
     return (2 * cp_size if cp_size > 1 else 1) * tp_size
 
 
 def zigzag_index(lengths: Sequence[int], cp_size: int, rank: int) -> Tensor:
-    """Positions in the packed row [T] of the tokens that `rank` holds, in its order: int64 [T / cp_size].
+    """Positions in the packed row [T] of the tokens that `rank` holds, in the rank's order: int64 [T / cp_size].
 
-    `lengths` are the padded lengths of the packed sequences, T their sum. Raises ValueError where a length does
-    not divide by 2 * cp_size, or the rank is out of range.
+    `lengths` are the padded lengths of the packed sequences, and T is their sum. Raises ValueError if a length is
+    not divisible by 2 * cp_size, or the rank is out of range.
     """
     if not 0 <= rank < cp_size:
         raise ValueError(f"expected a context-parallel rank in [0, {cp_size}), found {rank}")
@@ -49,7 +49,7 @@ def zigzag_index(lengths: Sequence[int], cp_size: int, rank: int) -> Tensor:
 
 
 def zigzag_inverse(lengths: Sequence[int], cp_size: int) -> Tensor:
-    """Index [T] that brings the ranks' parts, concatenated in rank order, back into the order of the packed row."""
+    """The index [T] that restores the order of the packed row from the ranks' parts, concatenated in rank order."""
     gathered = torch.cat([zigzag_index(lengths, cp_size, rank) for rank in range(cp_size)])
     inverse = torch.empty_like(gathered)
     inverse[gathered] = torch.arange(len(gathered))
@@ -57,6 +57,6 @@ def zigzag_inverse(lengths: Sequence[int], cp_size: int) -> Tensor:
 
 
 def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
-    """The concatenation of arange(start, start + count) over pairs."""
+    """The concatenation of arange(start, start + count) over all pairs (start, count)."""
     first = counts.cumsum(0) - counts
     return torch.arange(int(counts.sum())) + (starts - first).repeat_interleave(counts)

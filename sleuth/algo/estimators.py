@@ -1,4 +1,4 @@
-"""What `--advantage-estimator` selects: how rewards become advantages, and advantages a loss.
+"""The choices of `--advantage-estimator`: how rewards become advantages, and advantages a loss.
 
 | estimator | advantage of a sample | loss of a token |
 |---|---|---|
@@ -12,24 +12,21 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from sleuth.algo.advantages import group_advantages, step_advantages
 from sleuth.algo.losses import PolicyLoss, bounded, masked, policy_loss, surrogate_loss
+from sleuth.algo.names import Estimator
 from sleuth.algo.sequences import Reduce, sequence_means
-
-Estimator = Literal[
-    "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "importance_sampling"
-]
 
 
 def estimate_advantages(estimator: Estimator, rewards: Tensor, tokens: Tensor, *, normalize_std: bool) -> Tensor:
-    """Advantages [G, n] of rewards [G, n] whose samples have `tokens` [G, n] trained tokens.
+    """Advantages [G, n] from rewards [G, n]; `tokens` [G, n] counts the trained tokens of each sample.
 
-    `normalize_std` (off with --disable-grpo-std-normalization) matters to grpo, gspo and cispo alone.
+    Only grpo, gspo and cispo use `normalize_std` (off with --disable-grpo-std-normalization).
     """
     _check(estimator)
     if estimator == "reinforce_plus_plus":
@@ -54,11 +51,11 @@ def estimator_loss(
     eps_clip_c: float | None = None,
     reduce: Reduce | None = None,
 ) -> PolicyLoss:
-    """The loss that belongs to an estimator; all tensors [T], this rank's part under context parallelism.
+    """The loss of an estimator. All tensors are [T]: the packed row, or this rank's part under context parallelism.
 
-    `train_log_probs` are the trainer's now and carry the gradient, `old_log_probs` the trainer's before the step,
-    `rollout_log_probs` the engine's. `sample_ids`, `num_sequences` and `reduce` (see `sleuth.algo.sequences`) are used
-    by gspo alone; `reduce` must then be given if and only if sequences are spread over context-parallel ranks.
+    `train_log_probs` come from the trainer now and carry the gradient, `old_log_probs` from the trainer before the
+    step, `rollout_log_probs` from the engine. Only gspo uses `sample_ids`, `num_sequences` and `reduce` (see
+    `sleuth.algo.sequences`); give `reduce` if and only if sequences are spread over context-parallel ranks.
     """
     _check(estimator)
     if estimator == "importance_sampling":
@@ -89,12 +86,12 @@ def gspo_loss(
     eps_clip_c: float | None = None,
     reduce: Reduce | None = None,
 ) -> PolicyLoss:
-    """Clipped surrogate of the sequence's ratio s = exp(mean over its tokens of train_log_probs - old_log_probs).
+    """Clipped surrogate of the sequence's ratio s = exp(mean of train_log_probs - old_log_probs over its tokens).
 
     GSPO (Zheng et al. 2025, arXiv 2507.18071), in its token form: every token of a sequence has the value s
-    and the gradient of its own log-probability, s * d train_log_probs[t]. With one weight for all of a sequence's
-    tokens that adds up to the gradient of the sequence form, without a gradient through `reduce`.
-    The paper clips far tighter than GRPO: 3e-4 and 4e-4.
+    and the gradient of its own log-probability, s * d train_log_probs[t]. If all tokens of a sequence have the same
+    weight, this adds up to the gradient of the sequence form, and no gradient has to pass through `reduce`.
+    The paper clips far tighter than GRPO does: 3e-4 below and 4e-4 above.
     """
     log_ratio = masked(train_log_probs, mask) - masked(old_log_probs.detach(), mask)
     sequence = sequence_means(log_ratio, mask, sample_ids, num_sequences, reduce)[sample_ids]
@@ -117,10 +114,10 @@ def cispo_loss(
     eps_clip_high: float,
     mask: Tensor | None = None,
 ) -> PolicyLoss:
-    """-min(r, 1 + eps_clip_high) A train_log_probs, the weight without gradient: no token loses its gradient.
+    """The loss -min(r, 1 + eps_clip_high) A train_log_probs, whose weight has no gradient: no token loses its gradient.
 
-    CISPO (MiniMax-M1, 2025, arXiv 2506.13585), which bounds the ratio r only from above. `clipped` says where
-    the bound held.
+    CISPO (MiniMax-M1, 2025, arXiv 2506.13585), which bounds the ratio r only from above. `clipped` is True where r
+    was above the bound.
     """
     train_log_probs, old_log_probs = masked(train_log_probs, mask), masked(old_log_probs.detach(), mask)
     ratio = bounded(train_log_probs.detach() - old_log_probs).exp()
@@ -132,9 +129,9 @@ def cispo_loss(
 def importance_sampling_loss(
     train_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, *, mask: Tensor | None = None
 ) -> PolicyLoss:
-    """-r A with r the ratio to the probability at which a token was sampled, by whichever engine; never clipped.
+    """The loss -r A, never clipped; r is the trainer's probability over that with which the engine sampled the token.
 
-    The policy gradient with exact token-level importance weights; it needs no further correction (TIS).
+    This is the policy gradient with exact importance weights of tokens; it needs no further correction (TIS).
     """
     train_log_probs, rollout_log_probs = masked(train_log_probs, mask), masked(rollout_log_probs.detach(), mask)
     ratio = bounded(train_log_probs - rollout_log_probs).exp()

@@ -1,13 +1,13 @@
-"""From samples to the tensors that one forward pass takes, and the weights that make the loss.
+"""Turns samples into the tensors of a forward pass, and computes the weights of tokens in the loss.
 
     steps = plan_optimizer_steps(samples, global_batch_size=256, num_ranks=2, max_tokens=9216)   # steps[rank][step]
     packed = pack(steps[0][0].micro_batches[0], pad_multiple=1)
     weights = steps[0][0].token_weights(packed)
     loss = weighted_sum(token_losses, weights)          # summed over micro-batches and ranks: the loss of the step
 
-Loss of a step = sum over its tokens of weight * token loss. The counts in the weights are those of the
-whole step, so the loss depends neither on micro-batches nor on data- or context-parallel layout. A caller whose
-framework averages over ranks multiplies by the number of ranks.
+Loss of an optimizer step = sum over its tokens of weight * token loss. The weights are computed from counts over
+the whole step, so the loss depends neither on micro-batches nor on the data- or context-parallel layout. If a
+framework averages over ranks, its caller must multiply by the number of ranks.
 """
 
 from __future__ import annotations
@@ -28,24 +28,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PAD_ID = 0
-"""Token id at padding; any id of the vocabulary would do, since nothing attends to it and its weight is 0."""
-
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Samples one after the other in one row of T tokens, each padded at its end.
+    """Samples laid end to end in one row of T tokens, each padded at its end.
 
-    Entry t of every tensor [T] concerns the prediction of `targets[t]`, the token after `input_ids[t]`, so the
-    last real token and the padding of a sample have no target: there `targets` is 0 and everything else but
-    `position_ids` and `sample_ids` is 0 too.
+    Entry t of every tensor [T] is about the prediction of `targets[t]`, the token after `input_ids[t]`. The last real
+    token of a sample and its padding have no target: there `targets` and all other tensors are 0, except for
+    `position_ids` and `sample_ids`.
 
-    loss_mask: 0 or 1, or any weight >= 0 in supervised training. sample_mean_weights: the mask over its
-    sum in the sample. advantages and rollout_log_probs (nats) are 0 where a sample has none. sample_ids: the
-    sample's place in the row, also at its padding.
+    loss_mask: 0 or 1, or any weight >= 0 in supervised training. sample_mean_weights: the loss mask divided by its
+    sum over the sample. advantages and rollout_log_probs (nats): 0 where a sample has none. sample_ids: the
+    number of the sample in the row, also at its padding.
 
-    The lists have an entry a sample and describe the full row, also after `slice`: `lengths` with and
-    `total_lengths` without padding, `response_lengths` of the last tokens that carry a loss mask.
+    The lists have one entry for each sample and describe the full row, even after `slice`: `lengths` count tokens
+    with padding, `total_lengths` without it, `response_lengths` only those of the response.
     """
 
     input_ids: Tensor
@@ -61,7 +58,7 @@ class PackedBatch:
     response_lengths: list[int]
 
     def __len__(self) -> int:
-        """Tokens in the row, or in this rank's part of it."""
+        """The number of tokens in the row, or in this rank's part of it."""
         return len(self.input_ids)
 
     @property
@@ -70,7 +67,7 @@ class PackedBatch:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """Where each padded sample starts in the full row, and where the last ends: int32 [samples + 1]."""
+        """The start of each padded sample in the full row, then the end of the last one: int32 [samples + 1]."""
         ends = torch.tensor([0, *self.lengths]).cumsum(0)
         return ends.to(device=self.input_ids.device, dtype=torch.int32)
 
@@ -83,11 +80,11 @@ class PackedBatch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def split_responses(self, values: Tensor) -> list[Tensor]:
-        """Cut values [T] of the full row into those of each sample's response tokens: a list of [R]."""
+        """From values [T] of the full row to a list with the values [R] of each sample's response tokens."""
         return [values[begin:end] for begin, end in self._responses()]
 
     def join_responses(self, values: Sequence[Tensor]) -> Tensor:
-        """The reverse of `split_responses`: [T], 0 outside of responses."""
+        """The reverse of `split_responses`: values [T] of the full row, 0 outside of responses."""
         joined = values[0].new_zeros(sum(self.lengths))
         for (begin, end), value in zip(self._responses(), values, strict=True):
             joined[begin:end] = value
@@ -110,8 +107,8 @@ class PackedBatch:
 def pack(samples: Sequence[TrainSample], *, pad_multiple: int = 1) -> PackedBatch:
     """Pack samples into one row, each padded to a multiple of `pad_multiple` tokens (see `context_parallel`).
 
-    No samples give a row of padding, one placeholder without weight, so that a rank with an
-    empty micro-batch still takes part in every collective.
+    Without samples the row is one placeholder of padding that has no weight, so that a rank with an
+    empty micro-batch still takes part in every collective operation.
     """
     total = [len(sample.token_ids) for sample in samples] or [0]
     responses = [len(sample.loss_mask) for sample in samples] or [0]
@@ -121,7 +118,7 @@ def pack(samples: Sequence[TrainSample], *, pad_multiple: int = 1) -> PackedBatc
     starts = (counts.cumsum(0) - counts).tolist()[: len(samples)]
 
     def row(dtype: torch.dtype, values: Sequence[Sequence[float]], offsets: Sequence[int]) -> Tensor:
-        out = torch.zeros(sum(lengths), dtype=dtype)
+        out = torch.zeros(sum(lengths), dtype=dtype)  # id 0 as padding: nothing attends to it, and its weight is 0
         for start, offset, entries in zip(starts, offsets, values, strict=True):
             out[start + offset : start + offset + len(entries)] = torch.tensor(entries, dtype=dtype)
         return out
@@ -148,7 +145,7 @@ def pack(samples: Sequence[TrainSample], *, pad_multiple: int = 1) -> PackedBatc
 class OptimizerStepBatch:
     """One rank's share of one optimizer step, with the counts of the whole step over all ranks.
 
-    `num_samples` counts every sample, also one without a trained token; `num_tokens` is the sum of all loss masks.
+    `num_samples` counts all samples, even those without a trained token; `num_tokens` is the sum of all loss masks.
     """
 
     micro_batches: list[list[TrainSample]]
@@ -156,10 +153,10 @@ class OptimizerStepBatch:
     num_tokens: float
 
     def token_weights(self, packed: PackedBatch, *, per_token: bool = False) -> Tensor:
-        """The weight [T] of each token's loss in the step's loss; 0 at padding and masked tokens.
+        """The weights [T] of token losses in the loss of the step; 0 at padding and masked tokens.
 
-        The mean over samples of each one's mean over tokens, or, `per_token`, the mean over all tokens
-        of the step (as in DAPO, arXiv 2503.14476, and always in supervised training).
+        They make the loss the mean over samples of each sample's mean over its tokens or, with `per_token`, the mean
+        over all tokens of the step (as in DAPO, arXiv 2503.14476, and always in supervised training).
         """
         if per_token:
             return packed.loss_mask / (self.num_tokens or 1.0)
@@ -169,7 +166,7 @@ class OptimizerStepBatch:
 def split_optimizer_steps(samples: Sequence[T], global_batch_size: int) -> list[list[T]]:
     """Cut a step's samples, in order, into optimizer steps of `global_batch_size` samples each.
 
-    Raises ValueError if they do not divide.
+    Raises ValueError if the number of samples is not divisible.
     """
     if global_batch_size < 1 or not samples or len(samples) % global_batch_size:
         raise ValueError(
@@ -189,10 +186,10 @@ def plan_optimizer_steps(
     balance: bool = True,
     pad_multiple: int = 1,
 ) -> list[list[OptimizerStepBatch]]:
-    """Spread a step's samples over data-parallel ranks: `steps[rank][optimizer step]`.
+    """Spread a step's samples over data-parallel ranks; returns `steps[rank][optimizer step]`.
 
-    `max_tokens` bounds a micro-batch with its padding, over all context-parallel ranks together (so it is
-    --max-tokens-per-gpu times the context-parallel size). See `plan_micro_batches` for the rest.
+    `max_tokens` is the most tokens of a micro-batch, padding included, over all context-parallel ranks together (so
+    --max-tokens-per-gpu times the context-parallel size). `plan_micro_batches` explains the other arguments.
     """
     ranks: list[list[OptimizerStepBatch]] = [[] for _ in range(num_ranks)]
     for step in split_optimizer_steps(samples, global_batch_size):

@@ -1,4 +1,4 @@
-"""Rewards that depend on length."""
+"""A penalty in the reward for responses that are nearly too long."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
-    """What to add to the rewards of responses of `lengths` [...] tokens: between -factor and 0, as float.
+    """Penalties [...], between -factor and 0, to add to the rewards of responses of `lengths` [...] tokens.
 
-    0 up to max_length - buffer tokens, then falling linearly to -factor at max_length and beyond: "soft
+    A penalty is 0 up to max_length - buffer tokens and falls linearly to -factor at max_length and beyond: the "soft
     overlong punishment" of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 13).
     """
     if not 0 < buffer <= max_length:

@@ -1,13 +1,12 @@
-"""Which sample goes into which micro-batch of which data-parallel rank.
+"""Decides which sample goes into which micro-batch of which data-parallel rank.
 
-Every rank gets the same number of micro-batches (collectives need it), as few as the longest
-samples allow; what a rank has to compute is balanced by an estimated cost. Pure and deterministic:
-the same lengths give the same plan.
+Every rank gets the same number of micro-batches, because collective operations need that, and as few as the longest
+samples allow. The ranks' work is balanced by an estimated cost. The plan depends on nothing but the lengths.
 
-Empty micro-batches: none where the number of samples divides by the number of ranks (what
-`--global-batch-size` sees to). Elsewhere some rank may get `[]` where nothing else fits (three samples of full length
-on two ranks), fewer in all than there are ranks; `sleuth.algo.optimizer_steps.pack` turns it into padding without
-weight. A rank never comes away with nothing at all: fewer samples than ranks is an error.
+If the number of samples is divisible by the number of ranks (`--global-batch-size` ensures that), no micro-batch is
+empty. Otherwise a rank may get an empty one, `[]`, where nothing else fits (three samples of full length on two ranks);
+there are fewer of these than ranks, and `sleuth.algo.optimizer_steps.pack` turns them into padding without weight.
+No rank is left without any sample: fewer samples than ranks is an error.
 """
 
 from __future__ import annotations
@@ -40,24 +39,24 @@ def plan_micro_batches(
 ) -> list[list[Bin]]:
     """Plan micro-batches: `plan[rank][micro_batch]` lists indices into `lengths` (tokens, padding included).
 
-    Give either `max_tokens`, the most tokens of a micro-batch (a longer sample stands alone, with a
-    warning), or `micro_batch_size`, the most samples of one. With `balance` samples may go to any rank; without,
+    Give either `max_tokens`, the most tokens of a micro-batch (a longer sample gets one of its own, with a
+    warning), or `micro_batch_size`, the most samples of one. With `balance` any rank may get any sample; without it,
     sample i goes to rank i modulo num_ranks.
 
-    Every sample is in the plan exactly once. Raises ValueError for fewer samples than ranks, or
-    limits that are contradictory or below 1.
+    The plan holds every sample exactly once. Raises ValueError if there are fewer samples than ranks, or if the
+    limits contradict each other or are below 1.
     """
     _check(lengths, num_ranks, max_tokens, micro_batch_size)
     limits = _Limits(lengths, max_tokens, micro_batch_size)
     limits.warn_of_oversized()
     plan = _plan_balanced(limits, num_ranks) if balance else _plan_round_robin(limits, num_ranks)
-    # The heaviest first: should memory not suffice, it shows at once; and ranks that meet in every
-    # micro-batch (expert parallelism) meet at alike ones.
+    # The heaviest first: if memory does not suffice, that shows at once. And where ranks wait for each other in every
+    # micro-batch (expert parallelism), they then work on micro-batches of similar size.
     return [sorted((sorted(batch) for batch in rank), key=lambda batch: (-limits.cost(batch), batch)) for rank in plan]
 
 
 class _Limits:
-    """What fits together, and what it costs."""
+    """Which samples fit into one micro-batch, and what they cost."""
 
     def __init__(self, lengths: Sequence[int], max_tokens: int | None, micro_batch_size: int | None) -> None:
         self.lengths = list(lengths)
@@ -82,12 +81,12 @@ class _Limits:
         return sum(self.costs[index] for index in batch)
 
     def by_size(self, indices: Sequence[int]) -> list[int]:
-        """The indices, the largest first; ties in order."""
+        """The indices sorted by size, the largest first; equal ones keep their order."""
         return sorted(indices, key=lambda index: (-self.sizes[index], -self.costs[index], index))
 
 
 def _plan_balanced(limits: _Limits, num_ranks: int) -> list[list[Bin]]:
-    """As many micro-batches a rank as few bins need, or one less where an even spread gets by with it."""
+    """Plan the number of micro-batches per rank that few bins need, or one fewer if an even spread allows it."""
     everything = range(len(limits.lengths))
     few = _few_bins(limits, everything, num_ranks)
     enough = -(-len(few) // num_ranks)
@@ -99,7 +98,7 @@ def _plan_balanced(limits: _Limits, num_ranks: int) -> list[list[Bin]]:
 
 
 def _few_bins(limits: _Limits, indices: Sequence[int], num_ranks: int) -> list[Bin]:
-    """Best fit; filling bin by bin where best fit costs the ranks a micro-batch more than the sizes' sum must."""
+    """Best-fit bins; filled one by one if best fit needs more micro-batches per rank than the sum of sizes does."""
     best_fit = _best_fit_decreasing(limits, indices)
     needed = -(-sum(limits.sizes) // limits.capacity)
     if -(-len(best_fit) // num_ranks) <= -(-needed // num_ranks):
@@ -108,7 +107,7 @@ def _few_bins(limits: _Limits, indices: Sequence[int], num_ranks: int) -> list[B
 
 
 def _fill_one_by_one(limits: _Limits, indices: Sequence[int]) -> list[Bin]:
-    """Each bin as full as can be: the largest sample that is left, and the others that together come nearest."""
+    """Fill one bin after the other: with the largest sample left, and the others that together fill it best."""
     left, bins = limits.by_size(indices), []
     while left:
         first, *left = left
@@ -120,9 +119,10 @@ def _fill_one_by_one(limits: _Limits, indices: Sequence[int]) -> list[Bin]:
 
 
 def _largest_sum(limits: _Limits, indices: Sequence[int], room: int) -> Bin:
-    """Those of `indices`, the largest first, whose sizes have the largest sum that `room` holds; large ones first.
+    """The subset of `indices` (sorted, largest first) whose sizes have the largest sum that fits into `room`.
 
-    Bit s of `reachable[k]` says whether some of the k smallest have the sum s.
+    Among equal sums, large samples are preferred. Bit s of `reachable[k]` says whether a subset of the k smallest
+    samples has the sum s.
     """
     fitting = [index for index in reversed(indices) if limits.sizes[index] <= room]
     if not fitting:
@@ -147,7 +147,7 @@ def _plan_round_robin(limits: _Limits, num_ranks: int) -> list[list[Bin]]:
 
 
 def _best_fit_decreasing(limits: _Limits, indices: Sequence[int]) -> list[Bin]:
-    """Few bins: the largest sample first, each into the fullest bin that still holds it."""
+    """Fill few bins: the largest sample first, each into the fullest bin that still has room for it."""
     bins: list[Bin] = []
     free: list[tuple[int, int]] = []  # (room, bin), sorted
     for index in limits.by_size(indices):
@@ -165,9 +165,9 @@ def _best_fit_decreasing(limits: _Limits, indices: Sequence[int]) -> list[Bin]:
 
 
 def _spread(limits: _Limits, indices: Sequence[int], count: int) -> list[Bin] | None:
-    """`count` bins of like cost: the largest sample first, each into the cheapest bin that holds it.
+    """Fill `count` bins of similar cost: the largest sample first, each into the cheapest bin that has room for it.
 
-    None where a sample finds no bin: an even spread fills bins less tightly than best fit does.
+    Returns None if a sample finds no bin: an even spread fills bins less tightly than best fit does.
     """
     bins: list[Bin] = [[] for _ in range(count)]
     sizes, costs = [0] * count, [0.0] * count
@@ -184,7 +184,7 @@ def _spread(limits: _Limits, indices: Sequence[int], count: int) -> list[Bin] | 
 
 
 def _split(limits: _Limits, bins: list[Bin], count: int) -> list[Bin]:
-    """Split the dearest bins in two until there are `count`; add empty ones once each holds a single sample."""
+    """Split the costliest bins in two until there are `count`; add empty bins once each holds a single sample."""
     bins = [list(batch) for batch in bins]
     while len(bins) < count:
         number = max(range(len(bins)), key=lambda i: (len(bins[i]) > 1, limits.cost(bins[i])))
@@ -200,7 +200,7 @@ def _split(limits: _Limits, bins: list[Bin], count: int) -> list[Bin]:
 
 
 def _deal(limits: _Limits, bins: list[Bin], num_ranks: int) -> list[list[Bin]]:
-    """Deal bins to ranks, equally many each: the dearest first, each to the rank that has least to do."""
+    """Deal equally many bins to each rank: the costliest first, each to the rank with the least work so far."""
     per_rank = len(bins) // num_ranks
     ranks: list[list[Bin]] = [[] for _ in range(num_ranks)]
     costs = [0.0] * num_ranks

@@ -1,7 +1,7 @@
-"""Sums over each sequence of a packed row, also where context-parallel ranks hold parts of it.
+"""Sums over each sequence of a packed row, even if context-parallel ranks hold parts of the sequences.
 
-`reduce` is how a caller completes such sums: it is given this rank's sums (one call, one tensor) and
-returns those over all context-parallel ranks, for example by an all-reduce. No gradient flows through it.
+For that case a caller passes `reduce`: it is called once with a tensor of this rank's sums and returns the sums over
+all context-parallel ranks, for example by an all-reduce. No gradient flows through it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 def sequence_sums(values: Tensor, sample_ids: Tensor, num_sequences: int, reduce: Reduce | None = None) -> Tensor:
-    """Sum `values` [..., T] over the tokens of each sequence: [..., num_sequences], without gradient.
+    """The sums of `values` [..., T] over the tokens of each sequence: [..., num_sequences], without gradient.
 
-    `sample_ids` [T] says which sequence a token belongs to.
+    `sample_ids` [T] names the sequence of each token, from 0.
     """
     values = values.detach()
     sums = values.new_zeros(*values.shape[:-1], num_sequences).index_add_(-1, sample_ids, values)
@@ -29,9 +29,9 @@ def sequence_sums(values: Tensor, sample_ids: Tensor, num_sequences: int, reduce
 def sequence_means(
     values: Tensor, mask: Tensor, sample_ids: Tensor, num_sequences: int, reduce: Reduce | None = None
 ) -> Tensor:
-    """Mean of `values` [T] over the tokens of each sequence where `mask` [T] is not zero: [num_sequences].
+    """The mean of `values` [T] over those tokens of each sequence where `mask` [T] is not zero: [num_sequences].
 
-    0 for a sequence without such tokens. Values at masked tokens do not matter.
+    It is 0 for a sequence without such tokens. Values where the mask is zero are ignored.
     """
     counted = (mask != 0).to(values.dtype)
     totals, counts = sequence_sums(torch.stack([masked(values, mask), counted]), sample_ids, num_sequences, reduce)
@@ -41,6 +41,6 @@ def sequence_means(
 def sample_mean_weights(
     loss_mask: Tensor, sample_ids: Tensor, num_sequences: int, reduce: Reduce | None = None
 ) -> Tensor:
-    """`loss_mask` [T] over its sum in each sequence: adds up to 1 in every sequence that has a trained token."""
+    """`loss_mask` [T] divided by its sum over the sequence: it sums to 1 in each sequence with trained tokens."""
     sums = sequence_sums(loss_mask, sample_ids, num_sequences, reduce)
     return loss_mask / torch.where(sums > 0, sums, 1.0)[sample_ids]

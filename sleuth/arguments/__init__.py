@@ -1,7 +1,7 @@
 """Every setting of a run: typed, grouped, documented, validated once. Nothing else parses arguments.
 
     args = parse_args()                                 # command line > --custom-config-path > defaults
-    check_files(args)                                   # is everything there?
+    check_files(args)                                   # do the files and folders exist?
     args = check_model(args, read_hf_config(args))      # do the flags fit the model?
 
 `python train.py --help` lists all flags with their defaults.

@@ -1,6 +1,6 @@
 """`AllFlags`: every flag of a run in one class, and the sizes that follow from them.
 
-Whether they fit together is not asked here: `checks.py` knows what must hold, and `Args` holds to it.
+Nothing here checks whether the flags fit together: `checks.py` does, called by `Args`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sleuth.arguments.train_flags import (
 )
 
 
-# Pydantic takes the fields of the last base first, and a default may be computed from fields before it.
+# Pydantic orders fields from the last base to the first. A computed default can use only the fields before it.
 class AllFlags(
     LogArgs,
     SearchArgs,
@@ -44,27 +44,27 @@ class AllFlags(
     ClusterArgs,
     CheckpointArgs,
 ):
-    """The values of all flags; see the groups for the fields."""
+    """The values of all flags; the base classes list the fields."""
 
     @property
     def actor_world_size(self) -> int:
-        """Processes (GPUs) that train."""
+        """The number of trainer processes, one per GPU."""
         return self.actor_num_nodes * self.actor_num_gpus_per_node
 
     @property
     def data_parallel_size(self) -> int:
-        """Groups of trainer processes that see different samples."""
+        """How many groups of trainer processes get different samples."""
         model_parallel = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
         return self.actor_world_size // (model_parallel * self.context_parallel_size)
 
     @property
     def num_engines(self) -> int:
-        """SGLang servers; 0 in supervised training."""
+        """The number of SGLang servers; 0 in supervised training."""
         return 0 if self.loss_type == "sft" else (self.rollout_num_gpus or 0) // self.rollout_num_gpus_per_engine
 
     @property
     def total_gpus(self) -> int:
-        """GPUs of the whole run: shared ones are counted once."""
+        """GPUs of the whole run; a GPU that engine and trainer share counts once."""
         rollout = self.num_engines * self.rollout_num_gpus_per_engine
         if self.debug_rollout_only:
             return rollout
@@ -72,7 +72,7 @@ class AllFlags(
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that a step trains on."""
+        """The number of samples that one step trains on."""
         return self.rollout_batch_size * self.n_samples_per_prompt
 
     @property
@@ -81,6 +81,6 @@ class AllFlags(
 
     @property
     def eval_sets(self) -> dict[str, str]:
-        """Evaluation sets: name -> path with its optional slice."""
+        """The evaluation sets, from name to path (which may end in a slice, `@[a:b]`)."""
         pairs = self.eval_prompt_data or []
         return dict(zip(pairs[::2], pairs[1::2], strict=True))

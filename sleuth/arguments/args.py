@@ -1,4 +1,4 @@
-"""`Args`: the whole configuration of a run, resolved once, frozen, printed and saved."""
+"""`Args`: the whole configuration of a run. It is resolved once, frozen, printed and saved."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pydantic import ValidationInfo, model_validator
 
 from sleuth.arguments.all_flags import AllFlags
 from sleuth.arguments.checks import find_problems
+from sleuth.arguments.sglang_flags import options_to_yaml
 
 
 class Args(AllFlags):
-    """Every setting of a run; see the groups for the fields."""
+    """Every setting of a run; the groups in `run_flags.py` and `train_flags.py` list the fields."""
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> Self:
@@ -23,16 +24,17 @@ class Args(AllFlags):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """All values, as JSON can hold them. No secret is among them: keys come from the environment."""
+        """All values in types that JSON has. They contain no secrets: keys come from the environment."""
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:
-        """All values in a form that `--custom-config-path` reads back."""
+        """All values as YAML that `--custom-config-path` reads back."""
         values = self.to_dict()
         del values["custom_config_path"]
-        custom = values.pop("custom_config", {})  # there, null is a value of its own
+        custom = values.pop("custom_config", {})  # in a section, null is a value
+        options = options_to_yaml(values.pop("sglang_options", {}))
         flags = {key: value for key, value in values.items() if value is not None}
-        return yaml.safe_dump({**flags, **custom}, sort_keys=False)
+        return yaml.safe_dump({**flags, **options, **custom}, sort_keys=False)
 
     def write(self, path: Path | str) -> None:
         """Write `to_yaml()` to `path`."""

@@ -1,4 +1,4 @@
-"""What must hold between settings. Each check yields sentences: expected, found, remedy."""
+"""Checks of what must hold between settings. Each check yields sentences that say expected, found and remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sleuth.hooks.settings import may_be_secret
 
 
 def find_problems(args: AllFlags, given: Collection[str] = ()) -> list[str]:
-    """All contradictions of a configuration, readable without files, GPUs or the model.
+    """All contradictions of a configuration that can be found without files, GPUs or the model.
 
     `given`: the fields that the command line names, whatever their values.
     """
@@ -33,7 +33,7 @@ def find_problems(args: AllFlags, given: Collection[str] = ()) -> list[str]:
 
 
 def nearest_divisors(total: int, wanted: int, multiple_of: int = 1) -> list[int]:
-    """The divisors of `total` next below and above `wanted` that are multiples of `multiple_of`."""
+    """The divisors of `total` nearest to `wanted`, below and above, that are multiples of `multiple_of`."""
     divisors = [d for d in range(multiple_of, total + 1, multiple_of) if total % d == 0]
     below = [d for d in divisors if d < wanted]
     above = [d for d in divisors if d > wanted]
@@ -67,7 +67,7 @@ def _layout(args: AllFlags) -> Iterator[str]:
             "GPUs; change one of the sizes"
         )
     if args.num_layers_per_virtual_pipeline_stage is not None and pipeline < 3:
-        # Between two ranks, what goes forward and what goes backward would take the same way, and be mixed up.
+        # With two stages, the next and the previous one are the same rank: messages of both passes would be mixed up.
         yield (
             "--num-layers-per-virtual-pipeline-stage: expected --pipeline-model-parallel-size of 3 or more, found "
             f"{pipeline}; leave it out or raise the latter"
@@ -151,7 +151,7 @@ def _model_flags(args: AllFlags) -> Iterator[str]:
 def divisibility_problems(
     args: AllFlags, *, heads: int | None, groups: int | None, layers: int | None, widths: Mapping[str, int | None]
 ) -> Iterator[str]:
-    """Sizes of the model that the parallel layout must divide; None means not known yet."""
+    """Problems where the parallel layout does not divide a size of the model; None is a size not known yet."""
     tensor, engine = args.tensor_model_parallel_size, args.rollout_num_gpus_per_engine
     sizes = {"num_attention_heads": heads, "num_query_groups": groups, **widths}
     for name, size in sizes.items():
@@ -179,7 +179,7 @@ def divisibility_problems(
 
 
 def expert_problems(args: AllFlags, experts: int | None, width: int | None) -> Iterator[str]:
-    """What must hold between the parallel layout and a mixture of `experts`, each `width` wide; None: a dense model."""
+    """Problems between the parallel layout and a mixture of `experts`, each `width` wide; None means a dense model."""
     tensor, parallel = args.tensor_model_parallel_size, args.expert_model_parallel_size
     if experts is None or width is None:
         for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):

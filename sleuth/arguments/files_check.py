@@ -1,4 +1,4 @@
-"""Whether the files and folders that the settings name are there, before anything expensive starts."""
+"""Checks, before anything expensive starts, that the files and folders which the settings name exist."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def parse_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder, with or without a tokenizer; ValueError says what to do if it cannot be used."""
+    """The config.json of a folder, which needs no tokenizer; ValueError says what to do if it cannot be used."""
     path = folder / "config.json"
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -59,7 +59,7 @@ def parse_config(folder: Path) -> dict[str, Any]:
 
 
 def is_hf_folder(folder: Path) -> bool:
-    """Whether it is a Hugging Face model rather than torch_dist checkpoints."""
+    """Whether `folder` holds a Hugging Face model rather than torch_dist checkpoints."""
     return (folder / "config.json").is_file() and not holds_checkpoint(folder)
 
 
@@ -98,7 +98,7 @@ def _checkpoint_problems(args: Args) -> Iterator[str]:
 
 
 def _tracker_problems(what: str, folder: Path) -> Iterator[str]:
-    """A tracker file that names no checkpoint, as after a copy that was cut short."""
+    """Problems if the tracker file names a checkpoint that is missing, for example after an interrupted copy."""
     try:
         find_checkpoint(folder)
     except ValueError as error:
@@ -113,9 +113,13 @@ def _resuming_problems(args: Args) -> Iterator[str]:
         found = find_checkpoint(args.load)
     except ValueError:
         return  # told already
-    if found is None or not read_description(found):
-        return  # of something else's making: the trainer will see
-    if problem := resuming_problem(found, distributed=args.use_distributed_optimizer):
+    try:
+        if found is None or not read_description(found):
+            return  # of something else's making: the trainer will see
+        problem = resuming_problem(found, distributed=args.use_distributed_optimizer)
+    except ValueError as error:
+        problem = f"--load: {error}"
+    if problem:
         yield problem
 
 

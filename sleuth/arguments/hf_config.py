@@ -1,6 +1,6 @@
-"""What a model's config.json means: the values that transformers reads from it, defaults filled in.
+"""Reads a model's config.json as transformers does, defaults filled in.
 
-The engines read it with transformers, so the trainer does as well. What the trainer does not compute is refused here.
+The engines read it by transformers, so the trainer does, too. Models that the trainer cannot compute are refused here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Rotary frequencies stretched as in Llama 3.1 and later, in the words of config.json."""
+    """How Llama 3.1 and later stretch rotary frequencies; the fields have the names of config.json."""
 
     factor: float
     low_freq_factor: float
@@ -27,7 +27,7 @@ class Llama3Scaling:
 def complete_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json as transformers understands it: old names translated, sections merged, defaults filled in.
 
-    Raises ValueError for an architecture that the trainer does not know, and for what it does not compute.
+    Raises ValueError for an architecture that the trainer does not know, or a feature that it does not compute.
     """
     kind = hf_config.get("model_type")
     if kind not in SUPPORTED_MODEL_TYPES:
@@ -65,7 +65,7 @@ def rotary_scaling(config: Mapping[str, Any]) -> Llama3Scaling | None:
 
 
 def _as_transformers_reads(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    # A matter of seconds, which --help and wrong flags need not wait for.
+    # This import takes seconds; --help and errors in flags need not wait for it.
     from transformers import AutoConfig
 
     fields = {name: value for name, value in hf_config.items() if name not in ("model_type", "transformers_version")}
@@ -78,7 +78,7 @@ def _as_transformers_reads(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _not_computed(config: Mapping[str, Any]) -> Iterator[str]:
-    """Whatever differs from the layers that the trainer builds, with the value found."""
+    """Each feature that differs from the layers that the trainer builds, with the value found."""
     if config["hidden_act"] not in ("silu", "swish"):
         yield f"hidden_act: expected silu, found {config['hidden_act']!r}"
     for name in ("attention_bias", "mlp_bias", "use_sliding_window"):

@@ -1,4 +1,4 @@
-"""The model's shape: what its config.json says, against the flags of `ModelArgs`."""
+"""Compares the model's shape in its config.json with the flags of `ModelArgs`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Tokenizer(Protocol):
 
 
 def model_flags(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of `ModelArgs` that a Hugging Face config.json stands for.
+    """The values of `ModelArgs` that describe the model of a Hugging Face config.json.
 
-    Raises ValueError for a model that the trainer does not know, or does not compute.
+    Raises ValueError for a model that the trainer does not know or cannot compute.
     """
     config = complete_config(hf_config)
     kind, heads = config["model_type"], config["num_attention_heads"]
@@ -51,7 +51,7 @@ def model_flags(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expert_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of a mixture of experts, None in a dense model."""
+    """The flags of a mixture of experts; all None for a dense model."""
     if config["model_type"] != "qwen3_moe":
         return dict.fromkeys(("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax"))
     return {
@@ -63,17 +63,17 @@ def _expert_flags(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_model(args: ArgsT, hf_config: Mapping[str, Any]) -> ArgsT:
-    """`args` with every model flag, and the context's limit, filled in from the model's config.json.
+    """`args` with every model flag, and the limit of the context, filled in from the model's config.json.
 
-    Raises ValueError naming flag and both values where they contradict, or where the parallel layout does not fit the
-    model.
+    Raises ValueError if a flag contradicts config.json (it names the flag and both values), or if the parallel layout
+    does not fit the model.
     """
     longest = complete_config(hf_config)["max_position_embeddings"]
     return fit_to_model(args, model_flags(hf_config), longest, f"the config.json of {args.hf_checkpoint}")
 
 
 def fit_to_model(args: ArgsT, shape: Mapping[str, Any], longest: int | None, source: str) -> ArgsT:
-    """`check_model` with the values of `ModelArgs`, the context in tokens, and what says so."""
+    """As `check_model`, from a `shape` (values of `ModelArgs`), the longest context in tokens, and their `source`."""
     problems = contradictions(args, shape, source)
     problems += divisibility_problems(
         args,
@@ -92,7 +92,7 @@ def fit_to_model(args: ArgsT, shape: Mapping[str, Any], longest: int | None, sou
 
 
 def contradictions(flags: ModelArgs, shape: Mapping[str, Any], source: str) -> list[str]:
-    """A sentence for each model flag that says something else than `source`, which states the `shape`."""
+    """A sentence for each model flag that contradicts the `shape`, whose `source` the sentence names."""
     return [
         f"{flag(name)}: the flag says {given}, {source} says {value}; drop the flag or "
         "use the scripts/models/ file of this model"
@@ -102,16 +102,16 @@ def contradictions(flags: ModelArgs, shape: Mapping[str, Any], source: str) -> l
 
 
 def check_model_flags(flags: ModelArgs, folder: Path) -> None:
-    """Raise ValueError if model flags contradict the config.json of a Hugging Face folder, or it has none."""
+    """Raise ValueError if model flags contradict the config.json of a Hugging Face folder, or the folder has none."""
     problems = contradictions(flags, model_flags(read_config(folder)), f"the config.json of {folder}")
     if problems:
         raise ArgumentsError("the arguments do not fit the model\n  " + "\n  ".join(problems))
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise ValueError if the tokenizer has ids that the model has no embedding for.
+    """Raise ValueError if the tokenizer has ids for which the model has no embedding.
 
-    Such an id ends an engine's process.
+    Such an id would kill an engine's process.
     """
     word, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= vocab_size:

@@ -1,6 +1,6 @@
-"""The shapes of models, read from scripts/models/*.sh: what a run can be planned with before the model is there.
+"""Reads the shapes of models from scripts/models/*.sh, so that a run can be planned before its model is downloaded.
 
-The scripts are the one place that states them. They are read as text: a plan runs no shell.
+Only these scripts state the shapes. They are parsed as text; no shell runs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SWITCHES = ("group_query_attention", "qk_layernorm", "add_qkv_bias", "untie_emb
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """What a script says: the values of all `ModelArgs`, and the context of the base model in tokens, if it is given.
+    """What a script says: the values of all `ModelArgs` and, if given, the base model's longest context in tokens.
 
-    Variants of a model, such as -Instruct, share everything but the context.
+    Variants of a model, such as -Instruct, share everything except the context.
     """
 
     script: str
@@ -35,19 +35,19 @@ class KnownModel:
 
 
 def known_models() -> list[str]:
-    """Names of the models that there is a script for, such as qwen2.5-3B."""
+    """Names of the models that have a script, such as qwen2.5-3B."""
     return sorted(path.stem for path in FOLDER.glob("*.sh"))
 
 
 def known_model(checkpoint: str) -> KnownModel | None:
-    """The model that a checkpoint's folder is named after, such as models/Qwen2.5-3B-Instruct."""
+    """The known model with whose name the checkpoint's folder begins, such as models/Qwen2.5-3B-Instruct; or None."""
     name = PurePath(checkpoint).name.lower()
     matches = [known for known in known_models() if name == known.lower() or name.startswith(f"{known.lower()}-")]
     return read_model_script(FOLDER / f"{matches[0]}.sh") if matches else None
 
 
 def read_model_script(path: Path) -> KnownModel:
-    """Read MODEL_ARGS and MAX_POSITION_EMBEDDINGS of a script; ValueError if its flags do not make a model."""
+    """Read MODEL_ARGS and MAX_POSITION_EMBEDDINGS of a script; ValueError if its flags do not describe a model."""
     text = path.read_text(encoding="utf-8")
     array, context = _MODEL_ARGS.search(text), _CONTEXT.search(text)
     if array is None:
@@ -64,7 +64,7 @@ def read_model_script(path: Path) -> KnownModel:
 
 
 def _complete(flags: ModelArgs) -> dict[str, Any]:
-    """The flags with what they imply: a switch that is not given is off, a head is as wide as the heads divide."""
+    """The flags with defaults filled in: switches that are not given are off, and the heads share the width equally."""
     values = flags.model_dump()
     values |= {name: bool(values[name]) for name in _SWITCHES}
     heads = values["num_attention_heads"]

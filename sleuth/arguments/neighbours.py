@@ -1,4 +1,4 @@
-"""What users of related systems type: flags of other names, and flags that there are not here."""
+"""Flags of related systems, for error messages: those with another name here, and those that do not exist here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""From a command line and YAML files to validated settings.
+"""Turns a command line and YAML files into validated settings.
 
 The argparse parser is generated from the fields of the groups. It only splits the command line: all
-values stay text until pydantic validates the merged whole, so that there is one kind of error.
+values stay text until pydantic validates the merged whole, so that all errors look alike.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from sleuth.arguments.checks import flag
 from sleuth.arguments.neighbours import SAME_AS, UNSUPPORTED
 from sleuth.arguments.run_flags import Group
 from sleuth.arguments.sections import FileEntry, assign_sections
+from sleuth.arguments.sglang_flags import PREFIX, clashes, is_option, option_from_yaml, take_options
 
-NOT_FLAGS = {"custom_config"}
+NOT_FLAGS = {"custom_config", "sglang_options"}
 
 REPEATABLE = {"custom_config_path"}
-"""Lists to which a flag adds that is given a second time; elsewhere the last one counts."""
+"""List flags that add to the list when they are given again; for all other flags the last one counts."""
 
 ALSO = {"gpu_memory_gb": ["--gpu-memory"]}
 """Other spellings of flags."""
 
 CLOSE = 0.65
-"""How alike a flag must be to be suggested, from 0 to 1: far-fetched suggestions mislead."""
+"""How similar a flag must be to be suggested, from 0 to 1: far-fetched suggestions mislead."""
 
 GroupT = TypeVar("GroupT", bound=Group)
 
 
 class ArgumentsError(ValueError):
-    """The command line or a configuration file is wrong; the message lists every problem, one a line."""
+    """The command line or a configuration file is wrong; the message lists every problem on a line of its own."""
 
 
 def parse_args(argv: Sequence[str] | None = None, *, model: type[GroupT] = Args) -> GroupT:  # type: ignore[assignment]
-    """Settings from `argv` [sys.argv], then `--custom-config-path`, then defaults.
+    """Settings from `argv` [sys.argv]; what it leaves out comes from `--custom-config-path`, then from defaults.
 
     `model` may be any class composed of groups, for tools that need only a part of the flags.
     Raises ArgumentsError (a ValueError) naming each wrong flag; `--help` exits.
@@ -52,6 +53,10 @@ def parse_args(argv: Sequence[str] | None = None, *, model: type[GroupT] = Args)
     given = _split(model, sys.argv[1:] if argv is None else argv)
     in_files, others = _from_files(given.get("custom_config_path", []), model)
     values = {**in_files, **given}
+    if options := in_files.get("sglang_options", {}) | given.get("sglang_options", {}):
+        values["sglang_options"] = options
+        if problems := list(clashes(options)):
+            raise ArgumentsError(_list_problems(problems))
     if others:
         sections, problems = assign_sections(others, values, given, suggest=lambda key: _unknown(key, model, prefix=""))
         if problems:
@@ -78,10 +83,18 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _split(model: type[Group], argv: Sequence[str]) -> dict[str, Any]:
+    options: dict[str, list[str]] = {}
+    if "sglang_options" in model.model_fields:
+        options, argv = take_options(argv, known=_with_sglang_prefix(model))
     known, unknown = build_parser(model).parse_known_args(list(argv))
     if unknown:
         raise ArgumentsError(_list_problems(list(_unknown_sentences(unknown, model))))
-    return vars(known)
+    return vars(known) | ({"sglang_options": options} if options else {})
+
+
+def _with_sglang_prefix(model: type[Group]) -> set[str]:
+    """Names that may look like SGLang's options and are not: fields, and what stands for a flag elsewhere."""
+    return set(model.model_fields) | set(SAME_AS) | set(UNSUPPORTED)
 
 
 def build_parser(model: type[Group] = Args) -> argparse.ArgumentParser:
@@ -138,7 +151,7 @@ def _show(value: Any) -> str:
 
 
 def _from_files(paths: Sequence[str], model: type[Group]) -> tuple[dict[str, Any], list[FileEntry]]:
-    """The flags in YAML files, a later file over an earlier one, and every other entry: hooks may declare it."""
+    """The flags in YAML files (a later file outranks an earlier one), and all other entries, which hooks may own."""
     values: dict[str, Any] = {}
     others: list[FileEntry] = []
     problems: list[str] = []
@@ -151,6 +164,11 @@ def _from_files(paths: Sequence[str], model: type[Group]) -> tuple[dict[str, Any
                 )
             elif name in model.model_fields and name not in NOT_FLAGS:
                 values |= {} if value is None else {name: value}
+            elif "sglang_options" in model.model_fields and is_option(name, _with_sglang_prefix(model)):
+                try:
+                    values.setdefault("sglang_options", {})[name.removeprefix(PREFIX)] = option_from_yaml(key, value)
+                except ValueError as error:
+                    problems.append(f"{path}: {error}")
             elif name in UNSUPPORTED or name in NOT_FLAGS or "custom_config" not in model.model_fields:
                 problems.append(f"{path}: {_unknown(key, model, prefix='')}")
             else:

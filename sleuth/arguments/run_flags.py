@@ -1,8 +1,8 @@
-"""What is run: devices, checkpoints, data, rollouts, evaluation, engines, hooks and logs.
+"""Flags that say what is run: devices, checkpoints, data, rollouts, evaluation, engines, hooks and logs.
 
-One class a group of flags. A class's docstring heads its group in `--help`, a field's description is
-the help of its flag, and `hf_checkpoint` is `--hf-checkpoint`. How the model is trained stands in
-`train_flags.py`; what must hold between fields in `checks.py`.
+Each class is one group of flags. Its docstring heads the group in `--help`; the description of a field is
+the help of its flag, and the field `hf_checkpoint` is the flag `--hf-checkpoint`. The flags of training are in
+`train_flags.py`; what must hold between flags is in `checks.py`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ DType = Literal["auto", "float32", "bfloat16"]
 
 
 class Group(BaseModel):
-    """Common settings of the groups: frozen, and an unknown name is an error."""
+    """Base class of the groups of flags: frozen, and an unknown name is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False, allow_inf_nan=False)
 
 
 def _from_json(value: Any) -> Any:
-    """A JSON object given as text on the command line; anything else as it is."""
+    """Parse `value` if it is text (JSON from the command line); return anything else unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -68,12 +68,13 @@ class CheckpointArgs(Group):
     )
     ref_load: Path | None = Field(
         None,
-        description="Frozen reference, and where the actor starts unless --load has a checkpoint: a Hugging Face "
-        "folder of the same shape, or a torch_dist checkpoint.",
+        description="Weights that training starts from, unless --load holds a checkpoint, and the frozen reference "
+        "of the KL terms: a torch_dist checkpoint, or a Hugging Face folder of the same shape [start "
+        "from --hf-checkpoint, without a reference].",
     )
     load: Path | None = Field(
         None,
-        description="torch_dist checkpoint to resume from; the folder of --save may still be empty.",
+        description="Folder of torch_dist checkpoints to resume from; it may be the folder of --save, still empty.",
     )
     finetune: bool = Field(
         False,
@@ -81,11 +82,15 @@ class CheckpointArgs(Group):
         "optimizer.",
     )
     save: Path | None = Field(None, description="Folder for checkpoints; without it nothing is saved.")
-    save_interval: PositiveInt = Field(20, description="Steps between checkpoints; the last step is always saved.")
-    save_keep: NonNegativeInt = Field(3, description="How many of the latest checkpoints to keep; 0 keeps all.")
+    save_interval: PositiveInt = Field(
+        20, description="Steps between checkpoints in --save; the last step is always saved."
+    )
+    save_keep: NonNegativeInt = Field(
+        3, description="How many of the latest checkpoints to keep in --save; 0 keeps all."
+    )
     save_on_exit: bool = Field(
         True,
-        description="On ctrl-C or SIGTERM save the last whole step first, within 60 s, where --save is given.",
+        description="With --save: on ctrl-C or SIGTERM save the last whole step first, within 60 s.",
     )
     run_dir: Path = Field(
         default_factory=_start_time_folder,
@@ -96,23 +101,29 @@ class CheckpointArgs(Group):
 class ClusterArgs(Group):
     """Devices (on a machine without GPUs, read "process" for "GPU")"""
 
-    actor_num_nodes: PositiveInt = Field(1, description="Nodes that train.")
-    actor_num_gpus_per_node: PositiveInt = Field(1, description="GPUs that train, on each of those nodes.")
+    actor_num_nodes: PositiveInt = Field(1, description="Nodes (machines) on which the trainer runs.")
+    actor_num_gpus_per_node: PositiveInt = Field(
+        1, description="GPUs that the trainer uses on each of its nodes (--actor-num-nodes)."
+    )
     colocate: bool = Field(
         False,
-        description="Engines and trainer share their GPUs, the engines releasing their memory while the trainer works: "
-        "the run takes max(training, rollout) GPUs, not their sum.",
+        description="Engines and trainer share their GPUs; the engines release their memory while the trainer "
+        "works. The run takes max(training, rollout) GPUs instead of their sum.",
     )
     rollout_num_gpus: PositiveInt | None = Field(
         default_factory=lambda data: _colocated_gpus(data),
-        description="GPUs of all engines together [with --colocate: as many as train].",
+        description="GPUs of all engines together [with --colocate: as many as the trainer uses].",
     )
-    rollout_num_gpus_per_engine: PositiveInt = Field(1, description="GPUs of one engine (its tensor parallelism).")
+    rollout_num_gpus_per_engine: PositiveInt = Field(
+        1, description="GPUs over which one engine splits its model (tensor parallelism of the engine)."
+    )
     ray_address: str | None = Field(
-        None, description="Ray cluster to join, for example auto [RAY_ADDRESS if set, else a local one is started]."
+        None,
+        description="Address of the Ray cluster to join, or auto [RAY_ADDRESS if set, else a local cluster is "
+        "started].",
     )
     cpu_threads_per_actor: PositiveInt | None = Field(
-        None, description="CPU threads of one trainer process, without GPUs [cores / processes]."
+        None, description="CPU threads of each trainer process on a machine without GPUs [cores / trainer processes]."
     )
 
 
@@ -124,101 +135,139 @@ class DataArgs(Group):
     """Prompt data"""
 
     prompt_data: str = Field(description="Parquet or JSONL file of the training prompts; path@[a:b] takes rows a to b.")
-    input_key: str = Field("prompt", description="Column of the prompt: a string or a list of messages.")
-    label_key: str = Field("reward_model", description="Column of the label, handed to the reward hook as it is.")
-    metadata_key: str = Field("metadata", description="Column of a dictionary handed to the hooks; may be absent.")
-    tool_key: str | None = Field(None, description="Column of the tools offered to the chat template.")
+    input_key: str = Field(
+        "prompt", description="Column of --prompt-data that holds the prompt: a string or a list of messages."
+    )
+    label_key: str = Field(
+        "reward_model", description="Column of --prompt-data that holds the label, handed to the reward hook as it is."
+    )
+    metadata_key: str = Field(
+        "metadata",
+        description="Column of the prompt data that holds a dictionary for the hooks (sample.metadata); it may be "
+        "absent.",
+    )
+    tool_key: str | None = Field(
+        None, description="Column of the prompt data that holds the tools offered to the chat template."
+    )
     apply_chat_template: bool = Field(False, description="Render prompts with the tokenizer's chat template.")
     apply_chat_template_kwargs: JsonObject = Field(
-        default_factory=dict, description="JSON object of further arguments of the chat template."
+        default_factory=dict, description="JSON object of further arguments of the tokenizer's chat template."
     )
     data_source_filter: list[str] | None = Field(
-        None, description="Keep only rows whose data_source column is one of these [all rows]."
+        None, description="Keep only rows of the prompt data whose data_source column is one of these [all rows]."
     )
-    rollout_shuffle: bool = Field(False, description="Shuffle the training prompts anew in every epoch, by --seed.")
+    rollout_shuffle: bool = Field(
+        False, description="Shuffle the training prompts anew in every epoch, in an order that --seed decides."
+    )
 
 
 class RolloutArgs(Group):
     """Rollout: how trajectories are sampled"""
 
     num_rollout: PositiveInt = Field(3000, description="Steps of the run: each is one rollout and the training on it.")
-    rollout_batch_size: PositiveInt = Field(32, description="Prompts of a step (in supervised training: samples).")
+    rollout_batch_size: PositiveInt = Field(32, description="Prompts of one step (in supervised training: samples).")
     n_samples_per_prompt: PositiveInt = Field(
         default_factory=lambda data: 1 if data.get("loss_type") == "sft" else 8,
-        description="Trajectories sampled for each prompt: its group [8; 1 in supervised training].",
+        description="Trajectories sampled for each training prompt, its group [8; 1 in supervised training].",
     )
-    rollout_max_response_len: PositiveInt = Field(512, description="New tokens of one turn, at most.")
+    rollout_max_response_len: PositiveInt = Field(512, description="Most new tokens of one turn (one generation).")
     rollout_max_context_len: PositiveInt | None = Field(
-        None, description="Tokens of a whole trajectory, prompt included, at most [the model's own limit]."
+        None, description="Most tokens of a whole trajectory, prompt included [the model's own limit]."
     )
     rollout_temperature: Annotated[float, Field(gt=0.0)] = Field(
-        1.0, description="Sampling temperature; the trainer scores at the same one."
+        1.0, description="Sampling temperature of rollouts; the trainer scores at the same one."
     )
-    rollout_top_p: PositiveFraction = Field(1.0, description="Nucleus sampling: probability mass kept.")
-    rollout_top_k: TopK = Field(-1, description="Tokens kept when sampling, also in evaluation; -1 keeps all.")
+    rollout_top_p: PositiveFraction = Field(
+        1.0,
+        description="Nucleus sampling in rollouts: sample from the likeliest tokens that together have this "
+        "probability.",
+    )
+    rollout_top_k: TopK = Field(
+        -1,
+        description="Sample from this many of the likeliest tokens, in rollouts and in evaluation; -1 samples from "
+        "all.",
+    )
     rollout_stop: list[str] = Field(
-        default_factory=list, description="Further stop strings, beside those of the generate hook."
+        default_factory=list, description="Strings that end a turn, beside those of the generate hook."
     )
-    rollout_max_concurrency: PositiveInt = Field(256, description="Requests in flight per engine, at most.")
+    rollout_max_concurrency: PositiveInt = Field(256, description="Most requests in flight to one engine.")
     dynamic_sampling_filter_path: str | None = Field(
-        None, description="module.function(args, samples) -> bool: whether a group is trained on."
+        None,
+        description="Filter, module.function(args, samples) -> bool: whether a group is trained on; other groups "
+        "are replaced.",
     )
     update_weights_interval: PositiveInt = Field(
         1,
-        description="Steps between updates of the engines' weights; above 1 they sample from a policy that lags by up "
-        "to one step less. Weights also go at the start, before an evaluation and at the end. Above 1 "
-        "colocated engines keep their weights on the GPU while the trainer works.",
+        description="Steps between updates of the engines' weights. With N > 1 the engines sample from a policy that "
+        "is up to N - 1 steps old, and colocated engines keep their weights on the GPU while the trainer works. "
+        "Weights are also sent at the start, before each evaluation and at the end.",
     )
     update_weights_through: Literal["tensor", "disk"] = Field(
         "tensor",
-        description="How weights reach the engines: tensor sends them in requests; disk writes a Hugging Face folder "
-        "under --run-dir, which the engines load: all of their machines must see it.",
+        description="How weights reach the engines. tensor: in requests; disk: as a Hugging Face folder under "
+        "--run-dir, which the machines of all engines must see.",
     )
     max_failure_rate: Fraction = Field(
-        0.2, description="The run stops when more than this share of a step's samples failed or were aborted."
+        0.2, description="Stop the run when more than this share of a step's samples failed or were aborted."
     )
     debug_rollout_only: bool = Field(
         False,
-        description="Generate and score --num-rollout steps with the weights of --hf-checkpoint, write trajectories "
-        "and metrics, and end: no trainer, no GPUs for one, no evaluation.",
+        description="Run without a trainer and its GPUs: generate and score --num-rollout steps with the weights of "
+        "--hf-checkpoint, write trajectories and metrics, then end. No evaluation.",
     )
 
 
 class EvalArgs(Group):
     """Evaluation: the same hooks on held-out prompts, the same rows each time"""
 
-    eval_interval: PositiveInt | None = Field(None, description="Steps between evaluations [never].")
+    eval_interval: PositiveInt | None = Field(
+        None, description="Steps between evaluations on --eval-prompt-data [never]."
+    )
     eval_prompt_data: list[str] | None = Field(
-        None, description="Evaluation sets as pairs: NAME PATH@[a:b] [NAME PATH ...]."
+        None,
+        description="Evaluation sets, each a name and a file: NAME PATH [NAME PATH ...]; PATH@[a:b] takes rows a to b.",
     )
     eval_input_key: str = Field(
-        default_factory=lambda data: data["input_key"], description="Column of the prompt [--input-key]."
+        default_factory=lambda data: data["input_key"],
+        description="Column of the evaluation files that holds the prompt [--input-key].",
     )
     eval_label_key: str = Field(
-        default_factory=lambda data: data["label_key"], description="Column of the label [--label-key]."
+        default_factory=lambda data: data["label_key"],
+        description="Column of the evaluation files that holds the label [--label-key].",
     )
     n_samples_per_eval_prompt: PositiveInt = Field(1, description="Trajectories sampled for each evaluation prompt.")
     eval_temperature: list[Annotated[float, Field(ge=0.0)]] = Field(
-        [0.0], min_length=1, description="Sampling temperatures, each evaluated; 0 is greedy."
+        [0.0],
+        min_length=1,
+        description="Sampling temperatures of evaluation: every set is evaluated at each; 0 is greedy.",
     )
-    eval_top_p: PositiveFraction = Field(1.0, description="Nucleus sampling in evaluation.")
+    eval_top_p: PositiveFraction = Field(
+        1.0,
+        description="Nucleus sampling in evaluation: sample from the likeliest tokens that together have this "
+        "probability.",
+    )
     eval_max_response_len: PositiveInt = Field(
         default_factory=lambda data: data["rollout_max_response_len"],
-        description="New tokens of one turn in evaluation, at most [--rollout-max-response-len].",
+        description="Most new tokens of one turn in evaluation [--rollout-max-response-len].",
     )
-    eval_before_train: bool = Field(True, description="Evaluate before the first step, if evaluation is on.")
+    eval_before_train: bool = Field(
+        True, description="Evaluate before the first step of a new run, if it has evaluation sets."
+    )
 
 
 class EngineArgs(Group):
-    """SGLang engines"""
+    """SGLang engines; beside these, --sglang-NAME takes any option NAME of SGLang's server, which checks it"""
 
     sglang_mem_fraction_static: PositiveFraction = Field(
-        0.7, description="Share of GPU memory for an engine's weights and KV cache."
+        0.7, description="Share of a GPU's memory that an engine uses for weights and KV cache."
     )
     sglang_max_total_tokens: PositiveInt | None = Field(
-        None, description="Tokens of an engine's KV cache [what fits; 65536 on a CPU]."
+        None, description="Tokens that an engine's KV cache holds [what fits; 65536 on a CPU]."
     )
-    sglang_dtype: DType | None = Field(None, description="Precision of the engines [as --dtype].")
+    sglang_dtype: DType | None = Field(None, description="Precision of the engines [that of --dtype].")
+    sglang_options: dict[str, list[str]] = Field(
+        default_factory=dict, exclude_if=lambda value: not value, description="Words of SGLang's own options, by name."
+    )
 
 
 class HookArgs(Group):
@@ -226,45 +275,53 @@ class HookArgs(Group):
 
     custom_generate_function_path: str | None = Field(
         None,
-        description="async generate(args, sample, sampling_params[, evaluation]) -> Sample: makes one trajectory "
-        "[one generation, no environment].",
+        description="Generate hook, which makes one trajectory: async generate(args, sample, sampling_params[, "
+        "evaluation]) -> Sample [one generation, no environment].",
     )
     custom_rm_path: str | None = Field(
         None,
-        description="async reward_func(args, sample, **kwargs) -> float or dict of components: scores one trajectory. "
-        "Required, but for supervised training.",
+        description="Reward hook, which scores one trajectory: async reward_func(args, sample, **kwargs) -> float "
+        "or dict of components. Required except in supervised training.",
     )
     custom_tis_function_path: str | None = Field(
         None,
-        description="tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, "
-        "response_lengths, **kwargs) -> (pg_loss, loss_masks, metrics): corrects for the mismatch between engine and "
-        "trainer; needs --use-tis [the built-in truncation].",
+        description="Hook that corrects for the mismatch between engine and trainer: tis(args, *, pg_loss, "
+        "train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kwargs) -> "
+        "(pg_loss, loss_masks, metrics). Needs --use-tis [the built-in truncation].",
     )
     hook_timeout: PositiveFloat = Field(
         1800.0,
-        description="Seconds that the generate hook and the reward hook may each take for one sample, at most.",
+        description="Most seconds that the generate hook and the reward hook may each take for one sample.",
     )
     custom_config_path: list[Path] = Field(
         default_factory=list,
-        description="YAML files with values for any flag (keys with _ or -), merged before validation: the command "
-        "line wins over them, a later file over an earlier one. Sections that the hooks declare (search_r1, mis) and "
-        "the section custom go to the hooks. The flag may be repeated.",
+        description="YAML files with values for flags (keys with _ or -) and with sections for the hooks: those "
+        "that the hooks declare (search_r1, mis) and custom. The command line wins over files, a later "
+        "file over an earlier one. The flag may be repeated.",
     )
     custom_config: dict[str, Any] = Field(
-        default_factory=dict, exclude_if=lambda value: not value, description="The hooks' own part of those files."
+        default_factory=dict,
+        exclude_if=lambda value: not value,
+        description="The hooks' sections of the files of --custom-config-path.",
     )
 
 
 class SearchArgs(Group):
-    """Search: the settings of the search hooks that are flags, too; further ones stand in their section (search_r1)"""
+    """Search (all other settings of the search hook are in its YAML section, search_r1)"""
 
     search_backend: str | None = Field(
-        None, description="Search backend: local, google, or module.function of your own [the hook's own setting]."
+        None,
+        description="Search backend: local, google, or a module.function of your own. Outranks the YAML section "
+        "search_r1 [what the section or the hook says].",
     )
     search_url: str | None = Field(
-        None, description="URL of the local retrieval server, such as http://127.0.0.1:8000/retrieve [the hook's own]."
+        None,
+        description="URL of the local retrieval server, such as http://127.0.0.1:8000/retrieve. Outranks the YAML "
+        "section search_r1 [what the section or the hook says].",
     )
-    search_check: bool = Field(True, description="Ask the search backend one question before the run starts.")
+    search_check: bool = Field(
+        True, description="Ask the search backend one question before the run starts, and stop if it does not answer."
+    )
 
 
 class LogArgs(Group):
@@ -272,8 +329,8 @@ class LogArgs(Group):
 
     use_tensorboard: bool = Field(False, description="Write TensorBoard files under --run-dir.")
     use_wandb: bool = Field(False, description="Log to Weights & Biases; its key comes from WANDB_API_KEY.")
-    wandb_project: str = Field("sleuth", description="Weights & Biases project.")
-    wandb_group: str | None = Field(None, description="Weights & Biases group of runs.")
+    wandb_project: str = Field("sleuth", description="Project of the run in Weights & Biases.")
+    wandb_group: str | None = Field(None, description="Group of the run in Weights & Biases.")
     log_trajectories: NonNegativeInt = Field(
-        20, description="Readable trajectories kept of each step and each evaluation; 0 keeps none."
+        20, description="How many readable trajectories to keep of each step and each evaluation; 0 keeps none."
     )

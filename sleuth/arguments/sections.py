@@ -1,4 +1,4 @@
-"""Entries of configuration files that are no flags: which hook's section each belongs to.
+"""Finds the hook's section to which each entry of a configuration file belongs that is not a flag.
 
 `sleuth` knows no hook's keys: the modules that the hook flags name declare them (`sleuth.hooks.Settings`).
 """
@@ -29,7 +29,7 @@ def assign_sections(
     *,
     suggest: Callable[[str], str],
 ) -> tuple[dict[str, Any], list[str]]:
-    """`custom_config` by section, with the flags that sections set, and what is wrong with the entries.
+    """Returns `custom_config` by section with the flags that sections set, and the problems of the entries.
 
     `values`: the flags of files and command line; `given`: those of the command line alone, which outrank a section.
     `suggest` explains a key that neither a flag nor a hook knows.
@@ -54,7 +54,7 @@ def _collect(
     sections: dict[str, Any],
     suggest: Callable[[str], str],
 ) -> Iterator[str]:
-    """Put each entry into its section; yields what is wrong."""
+    """Put each entry into its section; yields a sentence for each problem."""
     names = {cls.section for cls in classes} | {FREE_SECTION}
     flat = {key: cls.section for cls in classes if cls.flat for key in cls.model_fields}
     top: dict[tuple[str, str], Any] = {}
@@ -92,7 +92,7 @@ def _join_flags(
     given: Mapping[str, Any],
     result: dict[str, Any],
 ) -> Iterator[str]:
-    """A key of a section that is a flag, too, is that flag; the command line outranks it."""
+    """Set the flags that stand for keys of a section. The command line outranks the section; yields contradictions."""
     for name, key in cls.flags.items():
         in_section = lookup(sections.get(cls.section), key)
         if in_section is None:

@@ -52,6 +52,11 @@ TABLE = (
         "n_samples_per_eval_prompt eval_temperature eval_top_p eval_max_response_len eval_input_key eval_label_key",
         "eval_interval",
     ),
+    Dependent(
+        "eval_top_p",
+        lambda args: any(args.eval_temperature),
+        "has no effect with --eval-temperature 0 alone, which is greedy; add a temperature, or drop {flag}",
+    ),
     _needs("wandb_project wandb_group", "use_wandb"),
     _needs("kl_loss_coef kl_loss_type", "use_kl_loss"),
     _needs("kl_penalty_type", "kl_coef"),

@@ -1,1 +1,1 @@
-"""Where the parts of a run live: Ray, placement, the trainer's and the rollout's actors."""
+"""Runs the parts of a run under Ray: placement, the actors of trainer and rollout, weight sync, checks before a run."""

@@ -1,12 +1,12 @@
-"""A run's engines, each in a Ray actor, spoken to as one: start, memory, death, end.
+"""All engines of a run, each in a Ray actor, behind one object: starts them, lends their memory, reports deaths, ends.
 
-Not for their weights (`sleuth.cluster.sync`) nor for what they generate (`sleuth.cluster.rollout_group`).
+Their weights come from `sleuth.cluster.sync`; `sleuth.cluster.rollout_group` has them generate.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from sleuth.arguments import Args
+from sleuth.arguments.sglang_flags import option_words
 from sleuth.cluster.placement import Device, Placement
 from sleuth.engine.actor import EngineActor
 from sleuth.engine.server import EngineConfig
@@ -27,7 +28,7 @@ ENGINE_ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "0"}
 
 
 class EngineDiedError(RuntimeError):
-    """An engine ended, or stopped to answer, in the middle of a run."""
+    """An engine ended or stopped answering in the middle of a run."""
 
 
 class Engines:
@@ -40,15 +41,16 @@ class Engines:
     def __init__(self, args: Args, run_dir: Path, placement: Placement) -> None:
         self.args = args
         remote: Any = ray.remote(EngineActor)
-        firsts = placement.engines[:: args.rollout_num_gpus_per_engine]
+        size = args.rollout_num_gpus_per_engine
+        shares = [placement.engines[first : first + size] for first in range(0, len(placement.engines), size)]
         self._actors = [
             # Two calls at a time: an engine that still starts can be stopped.
-            remote.options(**placement.options(device, ENGINE_ENVIRONMENT), max_concurrency=2).remote(
-                engine_config(args, run_dir, index, device)
+            remote.options(**placement.options(devices[0], ENGINE_ENVIRONMENT), max_concurrency=2).remote(
+                engine_config(args, run_dir, index, devices)
             )
-            for index, device in enumerate(firsts)
+            for index, devices in enumerate(shares)
         ]
-        self._on_gpu = any(device.gpu_id is not None for device in firsts)
+        self._on_gpu = any(device.gpu_id is not None for device in placement.engines)
         self.share_gpus = args.colocate and self._on_gpu and not args.debug_rollout_only
         self._urls: list[str] = []
         self._starting = [] if self.share_gpus else self._start()
@@ -57,14 +59,14 @@ class Engines:
         return [actor.start.remote() for actor in self._actors]
 
     def wait_until_ready(self) -> list[str]:
-        """The engines' urls. Raises what an engine raised that did not start."""
+        """Wait for all engines; returns their URLs. If an engine does not start, its error is raised."""
         self._starting = self._starting or self._start()
         self._urls = ray.get(self._starting)
         return self._urls
 
     @contextmanager
     def deaths_explained(self) -> Iterator[None]:
-        """Where something within fails because an engine is dead, say that instead of what followed from it."""
+        """If the block fails because an engine is dead, raise EngineDiedError in place of the error that followed."""
         try:
             yield
         except ray.exceptions.RayError as error:
@@ -97,7 +99,7 @@ class Engines:
             group.post("continue_generation", {})
 
     def stop(self) -> None:
-        """Stop the engines; what does not stop in time dies with its actor."""
+        """Stop the engines; an engine that does not stop in time is killed with its actor."""
         try:
             timeout = STOP_TIMEOUT_SECONDS_ON_GPU if self._on_gpu else STOP_TIMEOUT_SECONDS
             ray.get([actor.stop.remote() for actor in self._actors], timeout=timeout)
@@ -105,8 +107,8 @@ class Engines:
             logger.warning("an engine did not stop by itself: %s", error)
 
 
-def engine_config(args: Args, run_dir: Path, index: int, device: Device) -> EngineConfig:
-    """How engine `index` is started, its first GPU being `device`."""
+def engine_config(args: Args, run_dir: Path, index: int, devices: Sequence[Device]) -> EngineConfig:
+    """The configuration of engine `index`, which runs on `devices`; without any it takes what the machine shows."""
     return EngineConfig(
         model_path=args.hf_checkpoint,
         seed=args.seed + index,
@@ -116,7 +118,8 @@ def engine_config(args: Args, run_dir: Path, index: int, device: Device) -> Engi
         max_total_tokens=args.sglang_max_total_tokens,
         max_running_requests=args.rollout_max_concurrency,
         tensor_parallel_size=args.rollout_num_gpus_per_engine,
-        base_gpu_id=device.gpu_id or 0,
+        gpu_ids=tuple(device.gpu_id for device in devices if device.gpu_id is not None),
         mem_fraction_static=args.sglang_mem_fraction_static,
         enable_memory_saver=args.colocate,
+        extra_args=option_words(args.sglang_options),
     )

@@ -1,4 +1,4 @@
-"""Logging of a run's processes: everything to a file of its own, warnings to the terminal too."""
+"""Logging in the processes of a run: each writes everything to its own file, and warnings to the terminal, too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def configure_logging(run_dir: Path, name: str) -> None:
     to_file = logging.FileHandler(folder / f"{name}.log")
     to_terminal = ProgressSafeHandler()
     to_terminal.setLevel(logging.WARNING)
-    # Python warnings come from the libraries inside: for the file, not for a run's terminal.
+    # Warnings by Python's `warnings` come from libraries: they belong in the file, not on the terminal.
     to_terminal.addFilter(lambda record: record.name != "py.warnings")
     for handler in (to_file, to_terminal):
         handler.setFormatter(logging.Formatter(FORMAT))
@@ -32,9 +32,9 @@ def configure_logging(run_dir: Path, name: str) -> None:
 
 
 def failure_message(error: Exception, run_dir: Path) -> str:
-    """One line for the terminal about why the run ended; the traceback goes to the driver's log.
+    """One line for the terminal that says why the run ended; the traceback goes to the driver's log.
 
-    An error of an actor is told as what it was there, without Ray's wrapping.
+    For an error in an actor it is the message of the original error, without Ray's wrapping.
     """
     logger.info("the run ended with an error", exc_info=error)
     cause = getattr(error, "cause", None) or error
@@ -43,7 +43,7 @@ def failure_message(error: Exception, run_dir: Path) -> str:
 
 
 def _death(error: Exception, run_dir: Path) -> str | None:
-    """What Ray tells of a killed actor in many lines, in one; None for other errors."""
+    """One line about a killed actor, in place of Ray's many; None for other errors."""
     found = re.search(r"class_name: (\w+).*?pid: (\d+)", str(error), re.DOTALL)
     if not isinstance(error, ray.exceptions.RayActorError) or not found or "creation task" in str(error):
         return None

@@ -1,4 +1,4 @@
-"""Everything that can be told before Ray starts: flags, hooks, files, model, data, disk, Ray, the search backend."""
+"""Checks all that can be checked before Ray starts: hooks, files, model, data, disk, Ray, the search backend."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ ArgsT = TypeVar("ArgsT", bound=Args)
 
 
 def preflight(args: ArgsT, *, planning: bool = False, warn: Callable[[str], None] = logger.warning) -> ArgsT:
-    """The arguments as a run will have them: the model's shape and every hook's section filled in.
+    """Check `args`; returns them as the run will have them, with the model's shape and all hooks' sections filled in.
 
-    Raises ValueError (or OSError) for the first thing with which the run would end: expected, found, remedy. What only
-    may hurt goes to `warn`. `planning`: for a run elsewhere or later, so what is missing on this machine (files, data,
-    a search server) goes to `warn` too, and the model's shape may come from scripts/models/ by its name.
+    Raises ValueError (or OSError) for the first problem that would end the run, with expected, found and remedy.
+    Problems that only may hurt the run are passed to `warn`. `planning` is for a run elsewhere or later: files, data
+    or a search server that are missing on this machine are then passed to `warn`, too, and scripts/models/ may give
+    the model's shape.
     """
     modules = hook_modules(args)
     args = with_hook_settings(args, modules)
@@ -36,6 +37,8 @@ def preflight(args: ArgsT, *, planning: bool = False, warn: Callable[[str], None
     if missing and not planning:
         raise ArgumentsError(missing)
     args = with_model(args, planning=planning)
+    if args.sglang_options:
+        check_sglang_options(args, planning=planning, warn=warn)
     if missing:
         warn(missing)
     else:
@@ -44,7 +47,7 @@ def preflight(args: ArgsT, *, planning: bool = False, warn: Callable[[str], None
             if warning:
                 warn(warning)
     if not planning:
-        from sleuth.cluster.ray_environment import check_ray  # imports Ray, which a plan does without
+        from sleuth.cluster.ray_environment import check_ray  # imports Ray, which a plan does not need
 
         check_ray(args)
     if args.search_check:
@@ -97,8 +100,20 @@ def with_model(args: ArgsT, *, planning: bool = False) -> ArgsT:
     return fit_to_model(args, known.shape, known.context, known.script)
 
 
+def check_sglang_options(args: Args, *, planning: bool, warn: Callable[[str], None]) -> None:
+    """ValueError for options that SGLang's server does not take; a plan may be made where there is no SGLang."""
+    from sleuth.engine.option_check import NoSglangError, check_options  # imports torch
+
+    try:
+        check_options(args.sglang_options)
+    except NoSglangError as error:
+        if not planning:
+            raise
+        warn(str(error))
+
+
 def ask_services(args: Args, modules: Sequence[ModuleType]) -> str | None:
-    """Call each hook module's `async def check_services(args)`, if it has one; returns what the first complains of."""
+    """Call the `async def check_services(args)` of each hook module that has one; returns the first complaint."""
     for module in modules:
         check = getattr(module, "check_services", None)
         if check is not None:
@@ -110,7 +125,7 @@ def ask_services(args: Args, modules: Sequence[ModuleType]) -> str | None:
 
 
 def check_data(args: Args) -> None:
-    """ValueError or OSError if tokenizer, prompts or labels do not fit, as far as the first rows tell."""
+    """Raise ValueError or OSError if tokenizer, prompts or labels do not fit; only the first rows are read."""
     from transformers import AutoTokenizer
 
     from sleuth.arguments import check_tokenizer
@@ -128,7 +143,7 @@ def check_data(args: Args) -> None:
 
 
 def unwinnable_rows(args: Args, modules: Sequence[ModuleType]) -> list[str]:
-    """What hook modules that have a function `check_label(label) -> bool` say of the data's labels.
+    """Sentences about rows that no answer can win, from hook modules that have `check_label(label) -> bool`.
 
     Raises ValueError, with file and row, for a label that one of them cannot read.
     """
@@ -141,7 +156,7 @@ def unwinnable_rows(args: Args, modules: Sequence[ModuleType]) -> list[str]:
 
 
 def check_disk(args: Args) -> str | None:
-    """ValueError if `--save` has no room for one checkpoint; a warning if not for all that are to be kept."""
+    """Raise ValueError if `--save` has no room for one checkpoint; warn if it has none for all that will be kept."""
     if args.save is None:
         return None
     size = checkpoint_bytes(args)
@@ -162,7 +177,7 @@ def check_disk(args: Args) -> str | None:
 
 
 def checkpoint_bytes(args: Args) -> int:
-    """About what a training checkpoint takes: weights, and Adam's two moments beside float32 weights."""
+    """Estimated bytes of a training checkpoint: weights, float32 weights of the optimizer, and Adam's two moments."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

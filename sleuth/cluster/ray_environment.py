@@ -1,4 +1,4 @@
-"""What Ray needs of its surroundings: told before it starts what would keep it from starting, and set what it reads."""
+"""Checks, before Ray starts, what would keep it from starting, and sets the environment variables that it reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONNECT_SECONDS = ANSWER_SECONDS = 8.0
 
 
 def cluster_address(args: Args) -> tuple[str, str] | None:
-    """The cluster to join, and the setting that names it; None: one is started on this machine."""
+    """The address of the cluster to join, and the setting that names it; None if one is started on this machine."""
     for source, address in (("--ray-address", args.ray_address), ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS"))):
         if address:
             return None if address == "local" else (address, source)
@@ -31,7 +31,7 @@ def cluster_address(args: Args) -> tuple[str, str] | None:
 
 
 def check_ray(args: Args) -> None:
-    """ValueError if Ray can neither be started nor joined as configured; it takes at most 16 s and a name's look-up."""
+    """Raise ValueError if Ray cannot be started or joined as configured; takes at most 16 s plus a DNS look-up."""
     found = cluster_address(args)
     if found is None:
         check_socket_paths()
@@ -40,7 +40,7 @@ def check_ray(args: Args) -> None:
 
 
 def check_socket_paths() -> None:
-    """ValueError if the folder for temporary files is too deep for the sockets that a Ray started here puts there."""
+    """Raise ValueError if the path of the temporary folder is too long for the sockets that Ray would put there."""
     variable = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), None)
     if variable is None:
         return  # Ray takes /tmp
@@ -56,7 +56,7 @@ def check_socket_paths() -> None:
 
 
 def check_address(address: str, source: str) -> None:
-    """ValueError if nothing answers like Ray at `address`, which the setting `source` names."""
+    """Raise ValueError if nothing answers like Ray at `address`, which the setting `source` names."""
     target = find_running() if address == "auto" else address
     if target is None:
         raise ValueError(
@@ -78,7 +78,7 @@ def check_address(address: str, source: str) -> None:
 
 
 def find_running() -> str | None:
-    """The address that Ray itself would take for "auto"."""
+    """The address that Ray itself would use for "auto"."""
     try:
         return canonicalize_bootstrap_address("auto")
     except ConnectionError:
@@ -94,9 +94,9 @@ def _connection_trouble(host: str, port: int) -> str | None:
 
 
 def _answer_trouble(address: str) -> str | None:
-    """What tells that `address` is no Ray: silence, or a web server's answer (some networks accept every connection).
+    """What shows that no Ray runs at `address`: no answer, or that of a web server (some networks accept connections).
 
-    A refusal by gRPC's own means, as for want of a token, is an answer.
+    A refusal in gRPC's own protocol, for example because a token is missing, shows that Ray runs there.
     """
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         ask = channel.unary_unary(_ARE_YOU_ALIVE, request_serializer=bytes, response_deserializer=bytes)
@@ -111,7 +111,7 @@ def _answer_trouble(address: str) -> str | None:
 
 
 def prepare_environment(address: str | None) -> None:
-    """Set what Ray and its processes will read; to be called before a `ray.init` (`address` None: here)."""
+    """Set the variables that Ray and its processes read; call before `ray.init` (`address` None: Ray starts here)."""
     hosts = re.findall(r"(?:\w+://)?\[?(.+?)\]?:\d+", address or "")
     os.environ.update(without_proxy(os.environ, ray.util.get_node_ip_address(), *hosts))
     if address is None:

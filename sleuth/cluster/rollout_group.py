@@ -1,7 +1,7 @@
-"""The side of a run that makes its data: the rollout manager as a Ray actor, and the engines that it asks.
+"""The part of a run that makes its data: the rollout manager, a Ray actor, and the engines that it uses.
 
-A step's batches never pass through the driver: the actor puts each data-parallel rank's share into Ray's object
-store, and the ranks take theirs from there.
+The batches of a step never pass through the driver: the actor puts the share of each data-parallel rank into Ray's
+object store, and each rank fetches its share from there.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from sleuth.rollout.manager import RolloutManager, SupervisedManager
 
 @dataclass(frozen=True, slots=True)
 class StepRefs:
-    """One step's data, in Ray's object store, and its metrics.
+    """References to the data of one step in Ray's object store, and the step's metrics.
 
-    `shards[data-parallel rank]` refers to that rank's list[OptimizerStepBatch]. The rollout actor owns the objects;
-    they live as long as it does and somebody holds the references.
+    `shards[data-parallel rank]` refers to the list[OptimizerStepBatch] of that rank. The rollout actor owns the
+    objects: they exist as long as it runs and someone holds the references.
     """
 
     shards: list[ray.ObjectRef]
@@ -36,14 +36,14 @@ class StepRefs:
 
 
 class RolloutActor:
-    """The manager in a process of its own: of rollouts, or of finished trajectories (`--loss-type sft`)."""
+    """Runs the manager in a process of its own: a RolloutManager, or a SupervisedManager with `--loss-type sft`."""
 
     def __init__(self, args: Args, run_dir: Path) -> None:
         configure_logging(run_dir, "rollout")
         self.args, self.run_dir = args, run_dir
 
     def load(self) -> None:
-        """Not in the constructor: there Ray would wrap a user's error in one of its own."""
+        """Load data and hooks. The constructor does not: Ray would wrap a user's error there in one of its own."""
         supervised = self.args.loss_type == "sft"
         self.manager: RolloutManager | SupervisedManager = (
             SupervisedManager(self.args) if supervised else RolloutManager(self.args, self.run_dir)
@@ -51,7 +51,7 @@ class RolloutActor:
         relax_garbage_collector()
 
     def connect(self, engine_urls: list[str], state: dict[str, Any]) -> list[int]:
-        """Connect to the engines, and go on from the state of a checkpoint; returns the probe's token ids."""
+        """Connect to the engines and restore the state of a checkpoint; returns the probe's token ids."""
         self.manager.connect(engine_urls, state)
         return self.manager.probe_ids()
 
@@ -70,7 +70,7 @@ class RolloutActor:
 
 
 class RolloutGroup:
-    """Manager and engines as one; a supervised run is the same without an engine."""
+    """Manager and engines behind one object; in a supervised run there are no engines."""
 
     def __init__(self, args: Args, run_dir: Path, placement: Placement) -> None:
         actor: Any = ray.remote(RolloutActor)
@@ -82,7 +82,7 @@ class RolloutGroup:
         self.probe_ids: list[int] = []
 
     def wait_until_loaded(self) -> None:
-        """Raises ValueError for data or hooks that do not fit, while engines and trainer still start."""
+        """Wait for data and hooks, while engines and trainer still start; ValueError if something in them is wrong."""
         ray.get(self._loading)
 
     def wait_until_ready(self, state: dict[str, Any]) -> None:

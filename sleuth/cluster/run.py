@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Run:
-    """A started run: its two sides, and how far they are."""
+    """A started run: trainer, rollout, and how far they are."""
 
     args: Args
     trainer: TrainGroup
@@ -50,7 +50,7 @@ class Run:
         that. Where it cannot, or a rank fails, nothing is saved any more: the weights may be those of half a step.
         """
         state = self.rollout.state_dict()
-        with self._held(f"step {step} is trained to its end, to be saved"):
+        with self._held(f"finishing the training of step {step}, to save it"):
             self._whole = False
             metrics |= self.trainer.train(data.shards)
             self.progress.done, self._rollout_state, self._whole = step, state, True
@@ -58,7 +58,7 @@ class Run:
     def save(self) -> None:
         """Save the steps that are done under --save."""
         done = self.progress.done
-        with self._held(f"step {done} is saved in {self.args.save}"):
+        with self._held(f"saving step {done} in {self.args.save}"):
             self.trainer.save(done, self._rollout_state)
             self.progress.saved, self.progress.folder = done, self.args.save
 
@@ -120,7 +120,7 @@ def share_memory(args: Args, trainer: TrainGroup, rollout: RolloutGroup) -> None
 
 @contextmanager
 def start_rollout(args: Args, run_dir: Path) -> Iterator[RolloutGroup]:
-    """Start the engines alone, which keep the weights of `--hf-checkpoint`; stop them at the end."""
+    """Start engines without a trainer, with the weights of `--hf-checkpoint`; stop them at the end of the block."""
     with _rollout_side(args, run_dir) as (_, rollout):
         rollout.wait_until_loaded()
         rollout.wait_until_ready({})
@@ -129,7 +129,7 @@ def start_rollout(args: Args, run_dir: Path) -> Iterator[RolloutGroup]:
 
 @contextmanager
 def _rollout_side(args: Args, run_dir: Path) -> Iterator[tuple[Placement, RolloutGroup]]:
-    """Ray, the devices, and a rollout side that has begun to start."""
+    """Start Ray, reserve the devices, and begin to start the rollout group; stop all of it at the end of the block."""
     with ray_session(args):
         placement = place(args)
         rollout = RolloutGroup(args, run_dir, placement)

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a run in the same way: once, with everything it started, and not amid what must be whole."""
+"""Makes SIGINT and SIGTERM end a run in the same way: once, with all that it started, never half-way through a save."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 PATIENCE_SECONDS = 60.0
 """From the first signal on, what must be whole has so long to become so."""
-TOGETHER_SECONDS = 1.0
+TOGETHER_SECONDS = 2.0
 """Signals so close to the first are the same one: a script passes on the ctrl-C that its terminal sent to all."""
 
 
@@ -64,7 +64,7 @@ class Interruption:
         signal.signal(signal.SIGALRM, self._on_alarm)
         signal.setitimer(signal.ITIMER_REAL, left)
         # Not by print: a signal may come amid one, and a stream is not to be entered twice.
-        os.write(2, f"\ninterrupted: {self._held}, for at most {left:.0f} s; a second signal ends it\n".encode())
+        os.write(2, f"\ninterrupted: {self._held} ({left:.0f} s at most; a second signal ends it)\n".encode())
 
     def _on_alarm(self, *_: object) -> None:
         if self._held is not None:

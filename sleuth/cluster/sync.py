@@ -1,4 +1,4 @@
-"""The trainer's weights to every engine, and the proof that both then compute the same."""
+"""Sends the trainer's weights to every engine, and checks that both then compute the same."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from sleuth.cluster.train_group import TrainGroup
 
 
 class SyncError(RuntimeError):
-    """The engines do not compute what the trainer computes."""
+    """The engines' log-probabilities differ too much from the trainer's."""
 
 
 def sync_weights(
     trainer: TrainGroup, rollout: RolloutGroup, version: int, *, max_difference: float | None
 ) -> dict[str, float]:
-    """Send the trainer's weights as `version`, then have both sides score the same tokens.
+    """Send the trainer's weights to the engines as `version`, then have both score the same few tokens (the probe).
 
-    Returns metrics: the largest difference of log-probabilities over the probe, in nats. Raises SyncError when it
-    exceeds `max_difference` (None: whatever it is). Without engines there is nothing to do, and no metric.
+    Returns as a metric the largest difference of log-probabilities over the probe, in nats. Raises SyncError if it
+    exceeds `max_difference` (None: never). Without engines it does nothing and returns no metric.
     """
     if not rollout.engine_urls:
         return {}

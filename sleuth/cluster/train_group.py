@@ -1,4 +1,4 @@
-"""The trainer's ranks as Ray actors, spoken to as one."""
+"""The ranks of the trainer, each a Ray actor, behind one object."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from sleuth.arguments import Args
 from sleuth.cluster.logs import configure_logging
 from sleuth.cluster.memory_turns import Turn
 from sleuth.cluster.placement import Placement
+from sleuth.engine.devices import check_granted
 
 if TYPE_CHECKING:
     from sleuth.megatron.lending import Part
@@ -25,19 +26,21 @@ if TYPE_CHECKING:
 class TrainActor:
     """One rank of the Megatron trainer."""
 
-    def __init__(self, args: Args, run_dir: Path, rank: int, world_size: int, gpu_id: int | None) -> None:
+    def __init__(self, args: Args, run_dir: Path, rank: int, world_size: int, gpu_id: str | None) -> None:
         configure_logging(run_dir, f"trainer_{rank}")
         self.args, self.run_dir, self.rank = args, run_dir, rank
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(gpu_id or 0))
+        self.gpu_ids = [] if gpu_id is None else [gpu_id]
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")  # of the one GPU that it sees
 
     def rendezvous(self) -> tuple[str, int]:
-        """This node's address and a free port, for the process group to meet at."""
+        """The address of this node and a free port, at which the ranks' process group meets."""
         with socket.socket() as sock:
             sock.bind(("", 0))
             return ray.util.get_node_ip_address(), sock.getsockname()[1]
 
     def start(self, address: str, port: int) -> tuple[int, dict[str, Any]]:
         """Build or load model and optimizer; return the steps done so far and the rollout's state."""
+        check_granted(self.gpu_ids)
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
         from sleuth.megatron.trainer import Trainer  # needs RANK and the like in the environment
 

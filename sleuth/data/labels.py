@@ -1,4 +1,4 @@
-"""Finds rows that no answer can win: their label holds none. What else a label means is the reward hook's business."""
+"""Finds rows that no answer can win because their label holds no answer. Only the reward hook knows more of labels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ANSWER_KEYS = ("ground_truth", "target", "targets", "golden_answers", "answers",
 
 
 def is_blank(label: Any) -> bool:
-    """Whether a label is null, NaN or empty, or holds only such values where the usual data sets have their answers."""
+    """Whether a label is null, NaN or empty, or has only such values in the places where data sets keep answers."""
     if isinstance(label, str):
         return not label.strip() or _spells_blank(label)
     if isinstance(label, dict):
@@ -22,7 +22,7 @@ def is_blank(label: Any) -> bool:
 
 
 def _spells_blank(text: str) -> bool:
-    """Whether it is the JSON text of an empty list or dictionary."""
+    """Whether a text is the JSON of an empty list or dictionary."""
     if not text.lstrip().startswith(("[", "{")):
         return False
     try:

@@ -1,4 +1,4 @@
-"""What a row may hold as prompt and as tools, checked and made plain before a chat template sees it.
+"""Reads the prompt and the tools of a row: checks them, and brings them into the form that chat templates expect.
 
 A prompt is a text, or a list of messages with role and content; the list may also be JSON text. Content may be a list
 of text parts. Nothing here knows tokenizers.
@@ -16,8 +16,8 @@ Prompt = str | list[Message]
 def read_prompt(value: Any, where: str, *, padded: bool = False) -> Prompt:
     """The prompt in `value`: a text, or messages whose content is a text.
 
-    `where` names row and column for errors. `padded`: nulls inside dictionaries are Arrow's padding, and dropped.
-    ValueError if it is no prompt.
+    `where` names row and column in errors. `padded`: nulls inside dictionaries are Arrow's padding and are dropped.
+    Raises ValueError if `value` is not a prompt.
     """
     if isinstance(value, str) and value:
         decoded = _decoded(value)
@@ -32,9 +32,9 @@ def read_prompt(value: Any, where: str, *, padded: bool = False) -> Prompt:
 
 
 def read_tools(value: Any, where: str, *, padded: bool = False) -> list[Message] | None:
-    """The tools in `value`, a list of JSON objects, each or all of which may be JSON text; None if there are none.
+    """The tools in `value`: a list of JSON objects; objects or the whole list may be JSON text. None if there are none.
 
-    `where` and `padded` as in `read_prompt`. ValueError if it is anything else.
+    `where` and `padded` as in `read_prompt`. Raises ValueError if `value` is anything else.
     """
     if isinstance(value, str):
         value, padded = None if value.strip() in ("", "null") else _decoded(value), False
@@ -56,7 +56,7 @@ def _tool(tool: Any, padded: bool) -> Any:
 
 
 def without_padding(value: Any) -> Any:
-    """`value` without the nulls in dictionaries that Arrow puts where another row has a key."""
+    """`value` without the nulls that Arrow puts into dictionaries for keys which only other rows have."""
     if isinstance(value, dict):
         return {key: without_padding(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -65,7 +65,7 @@ def without_padding(value: Any) -> Any:
 
 
 def _decoded(text: str) -> Any:
-    """The list or dictionary that a text spells in JSON, else the text: most texts are no JSON."""
+    """The list or dictionary if the text is JSON of one, else the text itself."""
     if not text.lstrip().startswith(("[", "{")):
         return text
     try:

@@ -1,4 +1,4 @@
-"""Prompt data: rows of a file as rendered token ids with their labels, and the stream that deals them out.
+"""Prompt data: the rows of a file, rendered to token ids, and the stream that gives them out.
 
 rows = load_rows("train.parquet@[0:1000]", args, tokenizer)
 stream = PromptStream(rows, seed=args.seed, shuffle=args.rollout_shuffle)
@@ -35,7 +35,7 @@ NAMED_ROWS = 5
 class PromptRow:
     """One row of prompt data: row `index` of `file`.
 
-    `prompt` is a text or messages as in the file; `prompt_ids` is rendered; `label` is as in the file.
+    `prompt` (a text or messages) and `label` are as in the file; `prompt_ids` is the rendered prompt.
     """
 
     index: int
@@ -74,17 +74,17 @@ def load_rows(
 
 
 def check_rows(path: str, args: Args, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool = False) -> None:
-    """Raise as `load_rows` would, as far as the first rows tell: a look before anything expensive starts."""
+    """Raise what `load_rows` would raise for the first rows: a quick check before anything expensive starts."""
     keys = Keys.of(args, evaluation)
     records = _read(path, keys, limit=None if args.data_source_filter else CHECKED_ROWS)
     deque(islice(_iter_rows(records, keys, args, tokenizer), CHECKED_ROWS), maxlen=0)
 
 
 def check_labels(path: str, args: Args, can_win: Callable[[Any], bool], *, evaluation: bool = False) -> str | None:
-    """Look at every label by a reward's own eyes; returns a sentence about rows that no answer can win, if there are.
+    """Ask a reward hook about every label; returns a sentence about the rows that no answer can win, if there are any.
 
-    `can_win(label)`: whether some answer earns the reward; ValueError for a label it cannot read, which is raised anew
-    with file, row and column.
+    `can_win(label)` says whether some answer earns the reward, and raises ValueError for a label that it cannot read;
+    that error is raised again with file, row and column.
     """
     keys = Keys.of(args, evaluation)
     records = read_records(path, {keys.label, "data_source"})
@@ -108,7 +108,7 @@ def check_labels(path: str, args: Args, can_win: Callable[[Any], bool], *, evalu
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The columns that the flags name, and the flags."""
+    """The columns that the flags name, and the names of those flags."""
 
     input: str
     label: str
@@ -157,7 +157,7 @@ def _iter_rows(records: Records, keys: Keys, args: Args, tokenizer: PreTrainedTo
 
 
 def _selected(records: Records, sources: list[str] | None) -> list[tuple[int, dict[str, Any]]]:
-    """The records of the wanted data sources, each with its row in the file."""
+    """The records of the wanted data sources, each with its row number in the file."""
     numbered = list(enumerate(records.rows, start=records.first))
     if sources is None:
         return numbered
@@ -178,7 +178,7 @@ def _metadata(record: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _context_limit(args: Args) -> int:
-    """Tokens of a whole trajectory, at most."""
+    """The most tokens of a whole trajectory."""
     if args.rollout_max_context_len is not None:
         return args.rollout_max_context_len
     limit: int = AutoConfig.from_pretrained(args.hf_checkpoint).max_position_embeddings

@@ -1,6 +1,6 @@
 """Reads rows from parquet and JSONL files: `path`, `path@[a:b]`, or a file of a Hugging Face data set.
 
-Knows nothing of prompts or tokenizers. Only the columns and rows that are asked for are read.
+It reads only the columns and rows that are asked for, and knows nothing of prompts or tokenizers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Rows of a file: `rows[i]` is row `first + i` of the file; `columns` are the names found in it.
+    """Rows of a file: `rows[i]` is row `first + i` of the file; `columns` are all column names in the file.
 
-    A row holds the columns that were asked for, as far as the file has them.
+    A row holds those of the requested columns that the file has.
     """
 
     path: str
@@ -42,11 +42,11 @@ class Records:
 
     @property
     def padded(self) -> bool:
-        """Whether a null inside a value may be padding: Arrow gives all dictionaries of a column the same keys."""
+        """Whether nulls inside values may be padding: Arrow gives all dictionaries of a column the same keys."""
         return self.path.endswith(".parquet")
 
     def require(self, column: str, flag: str) -> None:
-        """ValueError naming the columns found, if `column` is not one of them; `flag` says who asked for it."""
+        """Raise ValueError, which names the columns found, if `column` is not one of them; `flag` asked for it."""
         if column not in self.columns:
             raise ValueError(
                 f"expected a column {column!r} ({flag}) in {self.path}, found {', '.join(self.columns) or 'none'}; "
@@ -57,9 +57,9 @@ class Records:
 def read_records(text: str, columns: Collection[str] | None = None, limit: int | None = None) -> Records:
     """The rows that `path[@[a:b]]` names, or only the first `limit` of them, with these columns [all].
 
-    Values are plain Python; an Arrow map becomes a dictionary. A path `owner/repo/file` that is not here is fetched
-    from the data sets of the Hugging Face hub. ValueError for an unknown kind of file, a broken file or line, or no
-    rows at all; FileNotFoundError if the file is neither here nor there.
+    Values are plain Python; an Arrow map becomes a dictionary. A path `owner/repo/file` that does not exist on this
+    machine is downloaded from the data sets of the Hugging Face hub. Raises ValueError for an unknown kind of file, a
+    broken file or line, or if there are no rows; FileNotFoundError if the file is neither here nor on the hub.
     """
     wanted = DataPath.parse(text)
     path = _local_file(wanted)
@@ -91,7 +91,7 @@ def _local_file(wanted: DataPath) -> Path:
 
 
 def _bounds(path: Path, wanted: slice, limit: int | None) -> tuple[int, int | None]:
-    """The first row and the one after the last [the end], counted from the file's start."""
+    """The first row and the one after the last (None: the end of the file), counted from the start of the file."""
     start, stop = wanted.start or 0, wanted.stop
     if start < 0 or (stop is not None and stop < 0):
         start, stop, _ = wanted.indices(_count_rows(path))
@@ -130,7 +130,7 @@ def _read_parquet(
 
 
 def _batches(file: pq.ParquetFile, start: int, stop: int | None, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    """The rows [start, stop) of a parquet file; row groups before and after them are not read."""
+    """The rows [start, stop) of a parquet file; other row groups are not read."""
     stop = file.metadata.num_rows if stop is None else stop
     before = 0
     for group in range(file.metadata.num_row_groups):
@@ -191,7 +191,7 @@ def _read_jsonl(
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines that hold something, with their numbers from 1. Only `\\n` ends a line."""
+    """The lines that are not blank, with their numbers from 1. Only `\\n` ends a line."""
     try:
         opened = gzip.open if path.suffix == ".gz" else open
         with opened(

@@ -1,4 +1,4 @@
-"""Texts and messages to the token ids that a model sees: through its chat template, or as they stand."""
+"""Turns texts and messages into the token ids that a model sees: by its chat template, or unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OWN_KEYWORDS = {
 
 
 class PromptRenderer:
-    """Turns a prompt into token ids: through the chat template, or a text as the tokenizer begins it."""
+    """Turns a prompt into token ids, by the chat template, or (texts only) as the tokenizer encodes a text."""
 
     def __init__(
         self,
@@ -42,15 +42,15 @@ class PromptRenderer:
             )
 
     def render(self, prompt: Prompt, tools: Sequence[Any] | None = None, where: str = "the prompt") -> list[int]:
-        """Token ids of the prompt, ending where the model is to go on.
+        """Token ids of the prompt, up to the point where the model continues.
 
-        With a chat template a text counts as one user message, and a last message of the assistant is continued.
-        Without one a text begins as the tokenizer begins texts (a BOS, for some). `where` names row and column for
-        the ValueError of what cannot be rendered or encoded.
+        With a chat template, a text counts as one user message, and if the last message is the assistant's, the model
+        continues it. Without one, a text begins with what the tokenizer puts before texts (some put a BOS). `where`
+        names row and column in the ValueError for a prompt that cannot be rendered or encoded.
         """
         if self._apply_chat_template:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            # The template has put in every special token there is to be.
+            # The template has already put in all special tokens.
             return self._encode(self._fill_template(messages, tools, where), where)
         if not isinstance(prompt, str):
             raise ValueError(f"{where}: the prompt is a list of messages: add --apply-chat-template to render it")
@@ -67,10 +67,10 @@ class PromptRenderer:
         return self._call_template(messages, tools, where, add_generation_prompt=True)
 
     def _continue_last(self, messages: list[Message], tools: Sequence[Any] | None, where: str) -> str:
-        """The conversation up to the end of the assistant's content.
+        """The rendered conversation up to the end of the assistant's last message.
 
-        Before that content there must be no more than what opens a turn of the model: some templates put an empty
-        reasoning block there.
+        Before that message only the opening of a model's turn may stand: some templates put an empty reasoning block
+        there.
         """
         content = messages[-1]["content"] or ""
         settings = {"continue_final_message": True, "add_generation_prompt": False}
@@ -97,14 +97,14 @@ class PromptRenderer:
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token ids that the tokenizer puts before every text, such as a BOS; what it puts after one is left out."""
+    """The token ids that the tokenizer puts before every text, such as a BOS (not those that it puts after one)."""
     plain = tokenizer.encode("a", add_special_tokens=False)
     whole: list[int] = tokenizer.encode("a")
     return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(plain)] == plain), [])
 
 
 def with_opening(ids: list[int], opening: list[int]) -> list[int]:
-    """`opening + ids`, or `ids` if they begin with it already."""
+    """`opening + ids`, or `ids` if they already begin with `opening`."""
     return ids if ids[: len(opening)] == opening else opening + ids
 
 

@@ -1,8 +1,8 @@
 """Finished trajectories for supervised training (`--loss-type sft`).
 
-A row's column `segments` is a list of `{"text": str, "weight": float}`. Each segment is encoded on its own, as the
-parts of a rollout are (a turn, an observation), so that the model sees the same token ids in both. A token's
-weight is its segment's. The first segment begins as the tokenizer begins texts (a BOS, for some).
+The column `segments` of a row is a list of `{"text": str, "weight": float}`. Each segment is encoded on its own, as
+turns and observations of a rollout are, so that the model sees the same token ids in both. A token has the weight of
+its segment. The first segment begins with what the tokenizer puts before texts (some put a BOS).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ CHECKED_ROWS = 16
 
 
 class SftStream(RowStream[Segments]):
-    """The endless stream of trajectories, encoded when they are asked for."""
+    """An endless stream of trajectories, each encoded only when it is asked for."""
 
     def __init__(self, rows: list[Segments], tokenizer: PreTrainedTokenizerBase, *, seed: int, shuffle: bool) -> None:
         super().__init__(rows, seed=seed, shuffle=shuffle)
         self._tokenizer = tokenizer
 
     def next_samples(self, count: int) -> list[TrainSample]:
-        """The next `count` trajectories; all tokens after the first are trained on with their weights."""
+        """The next `count` trajectories; every token after the first is trained on, with its weight."""
         return [encode_segments(segments, self._tokenizer) for segments in self.next_rows(count)]
 
 
@@ -42,7 +42,7 @@ def load_sft_rows(path: str, tokenizer: PreTrainedTokenizerBase, *, seed: int = 
 
 
 def check_sft_rows(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise as `load_sft_rows` and the first batch would, as far as the first rows tell."""
+    """Raise what `load_sft_rows` and the first batch would raise for the first rows."""
     for segments in _read(path, CHECKED_ROWS):
         encode_segments(segments, tokenizer)
 

@@ -1,7 +1,7 @@
 """An endless stream over rows, with a cursor that is saved and restored exactly.
 
-The order of an epoch depends on the seed and the epoch's number alone, so the cursor is three numbers and
-no generator state.
+The order of an epoch depends only on the seed and the number of the epoch, so the cursor needs no state of a random
+generator.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Row = TypeVar("Row")
 
 
 class RowStream(Generic[Row]):
-    """Gives rows for ever: each epoch has every row once, in file order or in a fresh permutation.
+    """An endless stream: each epoch gives every row once, in file order or in a new permutation.
 
-    `state_dict()` is JSON-able; after `load_state_dict` the stream goes on with exactly the row that would have
-    come next.
+    `state_dict()` can be written as JSON; after `load_state_dict` the stream continues with exactly the row that would
+    have come next.
     """
 
     def __init__(self, rows: Sequence[Row], *, seed: int, shuffle: bool) -> None:
@@ -40,15 +40,15 @@ class RowStream(Generic[Row]):
 
     @property
     def epoch(self) -> int:
-        """Epochs finished."""
+        """The number of finished epochs."""
         return self._epoch
 
     def next_rows(self, count: int) -> list[Row]:
-        """The next `count` rows; an epoch's end may fall among them."""
+        """The next `count` rows; a new epoch may begin among them."""
         return [self._next() for _ in range(count)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor: `epoch`, `position` in it (rows), what the order depends on, and the rows' fingerprint."""
+        """The cursor: `epoch`, `position` in it (rows), what decides the order, and the fingerprint of the rows."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -59,7 +59,7 @@ class RowStream(Generic[Row]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. The saved seed and order hold, whatever this stream was made with.
+        """Continue at the row where `state` was saved. The saved seed and order replace those of this stream.
 
         Raises ValueError if the data are not those of the checkpoint: the cursor would mean nothing.
         """
@@ -78,7 +78,7 @@ class RowStream(Generic[Row]):
         self._order = self._permutation()
 
     def fingerprint(self) -> list[str]:
-        """A hash of each of up to PARTS parts of the rows, in file order; made once."""
+        """The hashes of up to PARTS parts of the rows, in file order; computed once."""
         if self._fingerprint is None:
             size = self._part_size()
             starts = range(0, len(self._rows), size)
@@ -97,11 +97,11 @@ class RowStream(Generic[Row]):
         return digest.hexdigest()
 
     def _row_bytes(self, row: Any) -> bytes:
-        """What makes a row the row it is, the same in every process."""
+        """Bytes that identify the content of a row, the same in every process."""
         return repr(row).encode("utf-8", "surrogatepass")
 
     def _difference(self, state: dict[str, Any]) -> str | None:
-        """What the rows of `state` are that these are not; None if they are the same, as far as the state tells."""
+        """How the rows of `state` differ from these; None if nothing in `state` shows a difference."""
         size = len(self._rows)
         if state["size"] != size:
             return f"{state['size']} rows, but the data has {size}"

@@ -1,1 +1,1 @@
-"""SGLang servers: one process each, owned by a Ray actor; stand-ins for what a CPU lacks."""
+"""SGLang servers, each a process that a Ray actor owns, and stand-ins for packages that a CPU machine lacks."""

@@ -6,6 +6,7 @@ with the actor's process, also when Ray kills that.
 
 from __future__ import annotations
 
+from sleuth.engine.devices import check_granted
 from sleuth.engine.server import EngineConfig, EngineServer
 
 
@@ -16,7 +17,8 @@ class EngineActor:
         self._server = EngineServer(config)
 
     def start(self) -> str:
-        """Start the server and return its url."""
+        """Start the server and return its url; ValueError where its GPUs are granted but cannot be used."""
+        check_granted(self._server.config.gpu_ids)
         return self._server.start()
 
     def trouble(self) -> str | None:

@@ -1,8 +1,8 @@
 """The process of one engine: `python -m sleuth.engine.launch OWNER_PID FOLDER <arguments of sglang.launch_server>`.
 
-SGLang's own server, unpatched, and a watch on the owner: when the process OWNER_PID dies, however it dies, this
-process kills its whole process group and removes FOLDER, the engine's folder for temporary files.
-`sleuth.engine.server` starts it as the leader of a new group.
+It runs SGLang's own server, unpatched, and watches its owner: when the process OWNER_PID dies, for whatever reason,
+this process kills its whole process group and removes FOLDER, the engine's folder for temporary files.
+`sleuth.engine.server` starts it as the leader of a new process group.
 
 The watch asks who the parent is instead of asking the kernel for a signal (PR_SET_PDEATHSIG): that signal is sent when
 the *thread* that started the process ends, which in a thread pool is long before the owner does.
@@ -23,7 +23,7 @@ POLL_SECONDS = 0.5
 
 
 def missing_engine() -> str | None:
-    """What to do where SGLang is not installed; None where it is."""
+    """What to do if SGLang is not installed; None if it is."""
     if importlib.util.find_spec("sglang") is not None:
         return None
     return (

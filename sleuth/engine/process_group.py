@@ -1,4 +1,4 @@
-"""Ending a process group and what it would leave behind. Imports nothing heavy: the engine's process uses it early."""
+"""Ends a process group and removes what it would leave behind. Imports nothing heavy: engines use it as they start."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def shared_memory_files(group: int) -> set[Path]:
                 _, _, _, _, inode, *path = line.split(maxsplit=5)
                 if path and path[0].startswith(f"{SHARED_MEMORY}/"):
                     inodes.add(int(inode))
-    # By inode: a semaphore is mapped under the name it was created with, which is not the one it goes by later.
+    # Compared by inode: a semaphore is renamed after its creation, but stays mapped under its first name.
     files = (*SHARED_MEMORY.glob("sglang_*"), *SHARED_MEMORY.glob("sem.mp-*"))
     return {file for file in files if _inode(file) in inodes}
 
 
 def kill_group(group: int, folder: Path, known_files: Iterable[Path] = ()) -> None:
-    """Kill every process of `group`; remove `folder`, the shared memory they have mapped, and `known_files`.
+    """Kill every process of `group`; remove `folder`, the shared memory that they have mapped, and `known_files`.
 
-    SGLang cleans up after itself when it is asked to end, which takes it 5 s and more; killed, it leaves its sockets
-    (we have it put them in `folder`) and its files in /dev/shm. If the caller is in the group, this does not return.
+    SGLang cleans up if it is asked to end, but takes 5 s or more for that. If it is killed, it leaves its sockets
+    (which it keeps in `folder`) and its files in /dev/shm. If the caller is in the group, this does not return.
     """
     for file in shared_memory_files(group).union(known_files):
         with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
-"""One SGLang server as a child process: started, watched and stopped, by pid and nothing else. Knows nothing of Ray.
+"""One SGLang server as a child process: starts, watches and stops it by its pid alone. Knows nothing of Ray.
 
     with EngineServer(EngineConfig(model_path="model", dtype="float32")) as server:
         requests.post(server.url + "/generate", json=...)
 
-The server leads a process group of its own. `stop` ends that group; so does the server's own watch when the process
-that owns this object dies, however it dies (`sleuth.engine.launch`).
+The server leads a process group of its own. `stop` ends that group. If the process that owns this object dies, for
+whatever reason, the server ends its group itself (`sleuth.engine.launch`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 import requests
 
+from sleuth.engine.devices import as_numbers, visible_devices
 from sleuth.engine.process_group import group_members, kill_group, shared_memory_files
 from sleuth.loopback import direct_session, without_proxy
 
@@ -46,46 +47,46 @@ PORT_TAKEN = ("address already in use", "EADDRINUSE")
 
 
 class EngineStartError(RuntimeError):
-    """The server ended or gave no sign of health in time; the message carries the end of its log."""
+    """The server ended, or was not healthy in time; the message holds the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How to start one server.
 
-    On a machine without CUDA it runs on the CPU, on which `tensor_parallel_size`, `base_gpu_id`,
-    `mem_fraction_static` and `enable_memory_saver` mean nothing.
+    On a machine without CUDA the server runs on the CPU and ignores `tensor_parallel_size`, `gpu_ids`,
+    `mem_fraction_static` and `enable_memory_saver`.
     """
 
     model_path: str | Path
     seed: int = 1234
     dtype: str = "auto"
-    """float32, bfloat16, or auto: bfloat16 where CUDA is, else float32."""
+    """float32, bfloat16, or auto: bfloat16 with CUDA, else float32."""
     log_path: str | Path | None = None
-    """A file of its own; None: one in the folder for temporary files."""
+    """The file for the server's log; None: one in the folder for temporary files."""
     context_length: int | None = None
-    """In tokens; None: what the model's configuration says."""
+    """The longest sequence, in tokens; None: what the model's configuration says."""
     max_total_tokens: int | None = None
     """Tokens the KV cache holds; None: 65,536 on a CPU, on GPUs what `mem_fraction_static` leaves room for."""
     max_running_requests: int = 256
-    """Requests that are decoded together; more of them wait in the server's queue."""
+    """The most requests that are decoded together; others wait in the server's queue."""
     cpu_threads: int = 1
     """OMP_NUM_THREADS. With a tiny model more threads are many times slower."""
     tensor_parallel_size: int = 1
-    base_gpu_id: int = 0
-    """The physical number of the first GPU."""
+    gpu_ids: tuple[str, ...] = ()
+    """The GPUs that it sees and uses: numbers, UUIDs or one MIG id, as in CUDA_VISIBLE_DEVICES; none: all."""
     mem_fraction_static: float | None = None
     """The share of a GPU's memory for weights and KV cache."""
     enable_memory_saver: bool = False
-    """Lets `release_memory` hand the GPU's memory to a trainer on the same device."""
+    """Allows `release_memory` to give the GPU's memory to a trainer on the same device."""
     start_timeout: float = 600.0
-    """Seconds until the server must answer."""
+    """Seconds within which the server must answer."""
     extra_args: tuple[str, ...] = ()
-    """More arguments of sglang.launch_server; they win over the ones chosen here."""
+    """Further arguments of sglang.launch_server; they outrank those chosen here."""
 
 
 class EngineServer:
-    """See the module. An object can be started again after it was stopped or died; it then gets a new port."""
+    """One server; see the module. After it was stopped or died it can be started again, and then gets a new port."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -98,21 +99,21 @@ class EngineServer:
 
     @property
     def url(self) -> str:
-        """Where it listens, without a slash at the end; RuntimeError before it was started."""
+        """The URL of the server, without a slash at the end; RuntimeError before it was started."""
         if self._url is None:
             raise RuntimeError("the engine was not started: call start() first")
         return self._url
 
     @property
     def pid(self) -> int | None:
-        """The process that leads the server's group; None while nothing runs."""
+        """The pid of the process that leads the server's group; None while nothing runs."""
         return self._process.pid if self._process else None
 
     def start(self) -> str:
-        """Start the server, wait until it is healthy and return its url.
+        """Start the server, wait until it is healthy, and return its URL.
 
-        Raises EngineStartError, with the end of the log, if it ends before or is not healthy within
-        `config.start_timeout` seconds, or is stopped meanwhile; nothing of it then runs any more.
+        Raises EngineStartError, with the end of the log, if the server ends, is stopped, or is not healthy within
+        `config.start_timeout` seconds; none of its processes runs then.
         """
         if self.is_alive():
             raise RuntimeError(f"the engine at {self.url} already runs")
@@ -149,7 +150,7 @@ class EngineServer:
             return False
 
     def trouble(self) -> str | None:
-        """What is wrong with a server that was started: that it ended, and how, or does not answer. None: nothing."""
+        """What is wrong with a started server: how it ended, or that it does not answer. None if nothing is wrong."""
         if self.is_healthy():
             return None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -172,10 +173,10 @@ class EngineServer:
         return "\n".join(text.splitlines()[-lines:])
 
     def stop(self, grace: float | None = None) -> None:
-        """End the server and all it started; does nothing if none runs. Another thread's `start` then ends too.
+        """End the server and all processes that it started, if any. A `start` under way in another thread ends, too.
 
-        `grace`: seconds it gets to end by itself before it is killed. None: 20 on GPUs, whose memory a killed server
-        can leave occupied; none at all on a CPU, where it would only use them to wait.
+        `grace`: seconds that the server gets to end by itself before it is killed. None: 20 s on GPUs, because a
+        killed server can leave their memory occupied; 0 s on a CPU, where that cannot happen.
         """
         if self._process is None:
             return
@@ -185,7 +186,7 @@ class EngineServer:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(grace)
-        # The group's number stays reserved while any member lives, so this never meets a stranger.
+        # The group's number stays reserved while any member lives, so this cannot hit a foreign process.
         members = group_members(process.pid)
         kill_group(process.pid, self._folder, self._shared_memory)
         self._shared_memory = set()
@@ -193,14 +194,14 @@ class EngineServer:
         psutil.wait_procs(members, timeout=KILL_SECONDS)
 
     def release_memory(self, tags: tuple[str, ...] | None = None, timeout: float = 120.0) -> None:
-        """Give the GPU's memory back: `tags` out of weights, kv_cache and cuda_graph; None: all.
+        """Release the GPU's memory: `tags` out of weights, kv_cache and cuda_graph; None: all of them.
 
-        Only an idle engine can: one with requests under way dies.
+        Call it only while the engine is idle: an engine with requests under way dies.
         """
         self._post("release_memory_occupation", {"tags": tags}, timeout)
 
     def resume_memory(self, tags: tuple[str, ...] | None = None, timeout: float = 120.0) -> None:
-        """Take memory again that `release_memory` gave back; the weights in it are undefined until the next sync."""
+        """Take back memory that `release_memory` released; the weights in it are undefined until the next sync."""
         self._post("resume_memory_occupation", {"tags": tags}, timeout)
 
     def __enter__(self) -> EngineServer:
@@ -285,16 +286,17 @@ def server_args(config: EngineConfig, port: int, on_gpu: bool) -> list[str]:
     if on_gpu:
         args |= {
             "--tp-size": config.tensor_parallel_size,
-            "--base-gpu-id": config.base_gpu_id,
             "--mem-fraction-static": config.mem_fraction_static,
         }
         flags += ["--enable-memory-saver"] if config.enable_memory_saver else []
+        if len(config.gpu_ids) > 1 and as_numbers(config.gpu_ids) is None:
+            flags += ["--disable-custom-all-reduce"]  # it reads CUDA_VISIBLE_DEVICES, and takes only numbers there
     else:
         args |= {
             "--device": "cpu",
             "--attention-backend": "torch_native",
             "--sampling-backend": "pytorch",
-            # Without a bound it takes half of the machine's memory.
+            # Without this bound the server takes half of the machine's memory.
             "--max-total-tokens": config.max_total_tokens or 65_536,
         }
         flags += ["--sleep-on-idle"]  # else an idle engine keeps a core busy that the trainer needs
@@ -303,12 +305,14 @@ def server_args(config: EngineConfig, port: int, on_gpu: bool) -> list[str]:
 
 
 def server_environment(config: EngineConfig, folder: Path, on_gpu: bool) -> dict[str, str]:
-    """The environment of the server's process: ours, `folder` for its sockets, and stand-ins where CUDA is missing."""
+    """The environment of the server: ours, with `folder` for its sockets, and on CPUs the stand-ins for packages."""
     paths = [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]
     environment = dict(os.environ, OMP_NUM_THREADS=str(config.cpu_threads), TMPDIR=str(folder))
     environment |= without_proxy(environment)  # it asks itself whether it is up
     if on_gpu:
         environment["NCCL_CUMEM_ENABLE"] = "0"  # memory that NCCL maps itself cannot be released
+        if config.gpu_ids:
+            environment |= visible_devices(as_numbers(config.gpu_ids) or config.gpu_ids)
         if config.enable_memory_saver and "expandable_segments" in environment.get("PYTORCH_CUDA_ALLOC_CONF", ""):
             del environment["PYTORCH_CUDA_ALLOC_CONF"]  # the trainer may want them; the memory saver cannot work so
     else:
@@ -319,7 +323,7 @@ def server_environment(config: EngineConfig, folder: Path, on_gpu: bool) -> dict
 
 
 def _free_port() -> int:
-    """A port that is free now, from below those that the system gives to clients, so that it stays free."""
+    """A port that is free now. It lies below the range from which clients get ports, so it is likely to stay free."""
     while True:
         port = random.SystemRandom().choice(SERVER_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -328,7 +332,7 @@ def _free_port() -> int:
 
 
 def _socket_folder() -> str:
-    """Where the server's folder for temporary files goes: below a deep TMPDIR, its sockets' paths were too long."""
+    """The parent of the server's temporary folder: not TMPDIR if that is so long that paths of sockets do not fit."""
     folder = tempfile.gettempdir()
     return folder if len(os.fsencode(folder)) <= MAX_TEMPORARY_FOLDER else "/tmp"
 

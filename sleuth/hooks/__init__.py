@@ -1,4 +1,4 @@
-"""All that a hook imports, from one place; docs/hooks.md says how they fit together.
+"""Everything that a hook imports, in one place; docs/hooks.md explains how it fits together.
 
 from sleuth.hooks import Conversation, Sample, SampleStatus, Settings, StopReason
 """

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 class StopRunError(RuntimeError):
-    """Raised in a hook, it ends the run: for what no other trajectory could survive, such as a service that is down.
+    """A hook raises it to end the run, for example because a service is down that every trajectory needs.
 
-    Every other exception of a hook makes its own sample FAILED, and another is generated in its place.
+    Any other exception only makes the hook's own sample FAILED, and another sample is generated in its place.
     """
 
 
 class FailSample(Exception):
-    """Raised in a hook, it makes the sample FAILED for a reason of the hook's own, counted as `rollout/stop/<reason>`.
+    """A hook raises it to make its sample FAILED for a `reason` that it names, counted as `rollout/stop/<reason>`.
 
-    The sample is replaced by another of its prompt, up to `--max-failure-rate`. `reason`: a word of small letters,
-    digits and `_`.
+    Another sample of the prompt is generated in its place, up to `--max-failure-rate`. `reason` is a word of
+    lower-case letters, digits and `_`.
     """
 
     def __init__(self, reason: str, message: str = "") -> None:
@@ -43,9 +43,9 @@ class FailSample(Exception):
 class Generation:
     """One turn of the model, as the engine returned it.
 
-    `ids` and `log_probs` (nats, at the sampling temperature) are equally long and include the
-    end-of-sequence token or the whole token in which a stop string ended. `text` is the engine's
-    view, cut right after the stop string.
+    `ids` and `log_probs` (nats, at the sampling temperature) are equally long. They include the
+    end-of-sequence token, or the whole token in which a stop string ended; `text` is cut right after the
+    stop string.
     """
 
     ids: list[int]
@@ -56,19 +56,19 @@ class Generation:
 
 
 class Engine(Protocol):
-    """Anything that continues token ids: the real engines, or a script in a test."""
+    """Anything that continues token ids: real engines, or a scripted one in a test."""
 
     async def generate(self, input_ids: Sequence[int], sampling_params: dict[str, Any]) -> Generation:
-        """Continue `input_ids`; the number of requests under way is bounded inside.
+        """Continue `input_ids`. The engine itself bounds how many requests are under way.
 
-        A stop string is kept: `text` ends right after it.
+        If a stop string ends the generation, `text` ends right after it.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutContext:
-    """What hooks share while a rollout runs. `vocab_size`: ids of the model, None if not known."""
+    """What all hooks share while a rollout runs. `vocab_size`: rows of the model's embedding, None if not known."""
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
@@ -90,7 +90,7 @@ def rollout_context() -> RolloutContext:
 
 @contextmanager
 def use_rollout_context(context: RolloutContext) -> Iterator[None]:
-    """Within, `rollout_context()` returns `context`, also in tasks that are started meanwhile."""
+    """Inside the block, and in tasks that are started in it, `rollout_context()` returns `context`."""
     token = _current.set(context)
     try:
         yield
@@ -103,15 +103,15 @@ _step_metrics: list[StepMetrics] = []
 
 
 def step_metrics(drain: StepMetrics) -> StepMetrics:
-    """Decorates a function whose numbers become metrics of each step, under the names it returns.
+    """Decorator for a function that returns metrics of each step, by name.
 
-    For what belongs to no sample, such as a service's latency. It is called once a step and once an evaluation, in the
-    process of the hooks, and returns what was counted since the call before.
+    Use it for numbers that belong to no sample, such as the latency of a service. The function is called once for each
+    step and each evaluation, in the process of the hooks, and returns what was counted since its last call.
     """
     _step_metrics.append(drain)
     return drain
 
 
 def drain_step_metrics() -> dict[str, float]:
-    """What all functions under `step_metrics` return now."""
+    """Call all functions decorated with `step_metrics`, and return their metrics together."""
     return {name: value for drain in _step_metrics for name, value in drain().items()}

@@ -1,4 +1,4 @@
-"""`Conversation`: one trajectory between turns. A hook decides what to say; this keeps the books.
+"""`Conversation`: the state of one trajectory between turns. The hook decides what is said; this does the bookkeeping.
 
     async def generate(args, sample, sampling_params):
         conversation = Conversation(args, sample, sampling_params, stop=["</calc>"])
@@ -10,8 +10,8 @@
                 break
         return sample
 
-It counts tokens against the budgets, merges stop strings, keeps ids, masks and log-probabilities in step, notes the
-weights' version and the seconds, and finishes the sample where a budget or the engine ends it.
+It counts tokens against the budgets, merges stop strings, keeps ids, masks and log-probabilities equally long, records
+the version of the weights and the seconds, and finishes the sample when a budget is used up or the engine aborts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from sleuth.tokens import decode, encode
 class Turn:
     """One generation of the model.
 
-    `text` ends right after the stop string where one ended the turn; `ids` hold the whole token it ended in.
-    `limit`: the budget that cut the turn, RESPONSE_LIMIT or CONTEXT_LIMIT; None where the turn ended by itself.
+    If a stop string ended the turn, `text` ends right after it, and `ids` hold the whole token in which it ended.
+    `limit`: the budget that cut the turn, RESPONSE_LIMIT or CONTEXT_LIMIT; None if the turn ended by itself.
     """
 
     ids: list[int]
@@ -43,9 +43,9 @@ class Turn:
 class Conversation:
     """The state of one trajectory.
 
-    `stop`: the hook's stop strings, beside those of `sampling_params`. A turn has at most `max_new_tokens` tokens, the
-    whole trajectory at most `args.rollout_max_context_len` [the tokenizer's limit]. Raises ValueError for a sample that
-    has a response already.
+    `stop`: the hook's stop strings, in addition to those of `sampling_params`. A turn has at most `max_new_tokens`
+    tokens, the whole trajectory at most `args.rollout_max_context_len` [the tokenizer's limit]. Raises ValueError for a
+    sample that already has a response.
     """
 
     def __init__(self, args: Any, sample: Sample, sampling_params: dict[str, Any], *, stop: Sequence[str] = ()) -> None:
@@ -64,14 +64,14 @@ class Conversation:
 
     @property
     def room(self) -> int:
-        """Tokens that the context still holds."""
+        """How many more tokens fit into the context."""
         return self.max_tokens - len(self.trace)
 
     async def turn(self, *, keep_cut: bool = False) -> Turn | None:
-        """Let the model speak; None once the sample is finished, with its status and reason.
+        """Have the model generate once. Returns None if that finished the sample, which then has a status and a reason.
 
-        The engine's abort and a full context finish it, and so does a turn that was cut by a budget, unless
-        `keep_cut` leaves that to the caller, who finds the reason in `turn.limit`.
+        An abort by the engine and a full context finish the sample, and so does a turn that a budget cut. With
+        `keep_cut` such a turn is returned instead, and the caller decides; `turn.limit` says which budget cut it.
         """
         self._check_unfinished("generate")
         if self.room < 1:
@@ -92,7 +92,7 @@ class Conversation:
         return turn if self.sample.status is SampleStatus.PENDING else None
 
     def _limit(self, generation: Generation, allowed: int) -> StopReason | None:
-        """The budget that cut a generation of `allowed` tokens, if one did."""
+        """The budget that cut a generation of at most `allowed` tokens; None if none did."""
         if generation.finish_reason != "length":
             return None
         return StopReason.RESPONSE_LIMIT if allowed == self.params["max_new_tokens"] else StopReason.CONTEXT_LIMIT
@@ -100,8 +100,8 @@ class Conversation:
     def observe(self, content: str | Sequence[int], source: Source = "observation") -> bool:
         """Append what the environment says, as text or ids; it is never trained on.
 
-        False if it leaves no token to generate: the sample is then finished, and nothing was appended. Raises
-        ValueError for ids that the model has no embedding of.
+        Returns False, finishes the sample and appends nothing if no token would be left to generate. Raises ValueError
+        for ids that the model has no embedding of.
         """
         self._check_unfinished("observe")
         ids = encode(content, self.tokenizer).ids if isinstance(content, str) else list(content)
@@ -113,13 +113,13 @@ class Conversation:
         return True
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """The text of ids as they are, special tokens included."""
+        """The text of token ids, special tokens included."""
         return decode(ids, self.tokenizer)
 
     def finish(self, status: SampleStatus, reason: StopReason | str, error: str | None = None) -> Sample:
-        """End the trajectory. `reason` may be a word of the hook's own, counted as `rollout/stop/<reason>`.
+        """End the trajectory. `reason` may be a word that the hook made up; it is counted as `rollout/stop/<reason>`.
 
-        Raises ValueError if it is finished already.
+        Raises ValueError if the trajectory is already finished.
         """
         self._end(status, reason, error)
         return self.sample

@@ -80,9 +80,9 @@ _CONTRACTS: dict[HookKind, _Contract] = {
 
 
 def load_hook(path: str | None, kind: HookKind) -> Callable[..., Any]:
-    """Import `path` ("module.function") and check that it can be called as hooks of its kind are.
+    """Import the function at `path` ("module.function") and check that it can be called as a hook of its kind.
 
-    Raises ValueError saying what was looked for, where, and what is there instead.
+    Raises ValueError, which says what was looked for, where, and what is there instead.
     """
     contract = _CONTRACTS[kind]
     module_name, _, name = (path or "").rpartition(".")
@@ -99,7 +99,7 @@ def load_hook(path: str | None, kind: HookKind) -> Callable[..., Any]:
 
 
 def named_hooks(args: Any) -> dict[HookKind, str]:
-    """The paths that the flags of `args` (an object or a mapping) name, by kind."""
+    """The hook paths that the flags in `args` (an object or a mapping) name, by kind of hook."""
     get = args.get if isinstance(args, dict) else lambda name: getattr(args, name, None)
     paths: dict[HookKind, str | None] = {
         "generate": get("custom_generate_function_path"),
@@ -111,7 +111,7 @@ def named_hooks(args: Any) -> dict[HookKind, str]:
 
 
 def hook_modules(args: Any) -> list[ModuleType]:
-    """The modules of the hooks that the flags name, those where the functions are defined included; each once.
+    """The modules of the hooks that the flags name, each once; also those that define the functions, if they differ.
 
     Raises ValueError as `load_hook` does.
     """
@@ -127,7 +127,7 @@ def hook_modules(args: Any) -> list[ModuleType]:
 def check_hooks(args: Any) -> None:
     """Import every hook that the flags of `args` name, and let their modules check the settings.
 
-    A module of hooks may have a function `check_args(args)`: it raises ValueError where settings of the hooks' own are
+    A hook's module may have a function `check_args(args)`, which raises ValueError if the hook's own settings are
     wrong. Raises ValueError as `load_hook` does.
     """
     for module in hook_modules(args):
@@ -136,7 +136,7 @@ def check_hooks(args: Any) -> None:
 
 
 def describe_hooks(args: Any) -> list[tuple[str, str]]:
-    """The kind of each hook that the flags name, and its path and file."""
+    """For each hook that the flags name: its kind, and its path and file."""
     return [
         (kind, f"{path} ({getattr(sys.modules[path.rpartition('.')[0]], '__file__', 'built in')})")
         for kind, path in named_hooks(args).items()
@@ -198,7 +198,7 @@ def _end_in_spite_of(threads: Sequence[threading.Thread]) -> None:
 
 @contextmanager
 def _tell_if_slow(module_name: str) -> Iterator[None]:
-    """A line in the log where an import takes long: without it the run would seem to hang."""
+    """Log a line if the import in the block takes long; without it the run would seem to hang."""
     message = f"importing the hook module {module_name} takes more than {SLOW_IMPORT_SECONDS:.0f} s"
     timer = threading.Timer(SLOW_IMPORT_SECONDS, logger.warning, [message])
     timer.daemon = True
@@ -220,7 +220,7 @@ def _where_it_was_sought(module_name: str) -> str:
 
 
 def _search_path() -> list[str]:
-    """The folders of sys.path where hooks of a user may be: neither the standard library nor installed packages."""
+    """The folders of sys.path that may hold a user's hooks, without the standard library and installed packages."""
     libraries = (sysconfig.get_path("stdlib"), sys.base_prefix, sysconfig.get_path("purelib"))
     return list(dict.fromkeys(entry for entry in sys.path if not entry.startswith(libraries)))
 

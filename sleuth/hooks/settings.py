@@ -6,9 +6,9 @@
 
     settings = JudgeSettings.of(args)       # in a hook: validated once, then cheap
 
-A module that a hook flag names declares its sections by having such classes. Values come, each over the one before,
-from the class, from `defaults()`, from the section of that name in a `--custom-config-path` file, and from flags.
-What is wrong is a ValueError of one sentence, which names the nearest key where one is unknown.
+A module that a hook flag names declares a section by each such class in it. Values come from the class, from
+`defaults()`, from the section of that name in a `--custom-config-path` file, and from flags; each of these outranks
+those before it. A wrong value is a ValueError of one sentence; for an unknown key it names the nearest known one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SECRET_WORDS = ("api_key", "apikey", "secret", "password", "token")
 
 
 class SettingsPart(BaseModel):
-    """A part of a section, or a section's base: frozen, strict about types, and an unknown key is an error."""
+    """Base class of a part of a section, and of sections: frozen, strict about types; an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -36,8 +36,8 @@ class SettingsPart(BaseModel):
 class Settings(SettingsPart):
     """Base class of a hook's section.
 
-    Class arguments: `section`, its name in YAML. `flat=True`: its keys are also accepted at the top level of the
-    file. `flags`: which flag of the run sets which key, as in `{"search_url": "local.search_url"}`; a flag that is
+    Class arguments: `section` is its name in YAML. With `flat=True` its keys are also accepted at the top level of the
+    file. `flags` says which flag of the run sets which key, as in `{"search_url": "local.search_url"}`; a flag that is
     given outranks the file.
     """
 
@@ -56,14 +56,14 @@ class Settings(SettingsPart):
 
     @classmethod
     def defaults(cls) -> Mapping[str, Any]:
-        """Values over those of the class, read anew each time; a hook may keep them where its users look first."""
+        """Defaults that outrank those of the class, read anew each time; a hook may keep them in a place of its own."""
         return {}
 
     @classmethod
     def of(cls, args: Any) -> Self:
-        """The settings of a run, from its arguments; also from a mapping of the keys, or an instance itself.
+        """The settings from the arguments of a run, or from a mapping of keys; an instance is returned unchanged.
 
-        Cached: the same values are validated once. Raises ValueError of one sentence for what is wrong.
+        The result is cached, so that the same values are validated once. Raises ValueError of one sentence.
         """
         if isinstance(args, cls):
             return args
@@ -91,7 +91,7 @@ _cache: dict[type[Settings], tuple[str, Any]] = {}
 
 
 def _given(cls: type[Settings], args: Any) -> Any:
-    """What a run's arguments hold for a section: its keys, top-level ones where it is flat, and flags."""
+    """What the arguments of a run hold for a section: its keys, top-level keys if it is flat, and its flags."""
     custom = getattr(args, "custom_config", None) or {}
     values = custom.get(cls.section) or {}
     if not isinstance(values, Mapping):
@@ -128,7 +128,7 @@ def lookup(values: Any, key: str) -> Any:
 
 
 def may_be_secret(key: Any) -> bool:
-    """Whether a key's name says that its value could be a secret."""
+    """Whether the name of a key suggests that its value is a secret."""
     name = str(key).lower()
     return any(name == word or name.endswith(f"_{word}") for word in SECRET_WORDS)
 
@@ -160,9 +160,9 @@ def declared_settings(modules: Iterable[ModuleType]) -> list[type[Settings]]:
 
 
 def resolve_sections(args: Any, classes: Iterable[type[Settings]]) -> dict[str, dict[str, Any]]:
-    """Every section as the hooks will see it, defaults included, as JSON holds it; ValueError for what is wrong.
+    """Every section as the hooks will see it, defaults included, in types that JSON has; ValueError if one is wrong.
 
-    Two modules may share a section: each takes the keys it knows, so that one can be a copy with more of them.
+    Two modules may share a section. Each takes the keys that it knows, so that one may be a copy with further keys.
     """
     sections: dict[str, dict[str, Any]] = {}
     for cls in classes:

@@ -1,4 +1,4 @@
-"""The generate hook where none is named: one generation, no environment."""
+"""The generate hook that runs if no flag names one: one generation, no environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sleuth.sample import Sample, SampleStatus, StopReason
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Let the model continue the prompt once, as far as the budgets reach."""
+    """Have the model continue the prompt once, within the budgets."""
     conversation = Conversation(args, sample, sampling_params)
     if await conversation.turn():
         conversation.finish(SampleStatus.COMPLETED, StopReason.ENDED)

@@ -4,7 +4,7 @@
                               reward=reward_func, label="84")
     assert sample.reward == 1.0
 
-The tokenizer, the hooks, the trace and the budgets are the real ones; only the model's words are made up.
+Tokenizer, hooks, trace and budgets are real; only the model's words come from the script.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class ScriptedEngine:
-    """Says its turns one after the other, as an engine would: whole tokens, stop strings, a token limit.
+    """Returns scripted turns one after the other, as an engine would: whole tokens, stop strings, a token limit.
 
-    A turn is text, generated up to the token in which the first stop string ends, or a finished Generation. `requests`
-    keeps what was asked: ids and sampling parameters. A request beyond the script is an IndexError.
+    A turn is a text, which is generated up to the token in which the first stop string ends, or a finished Generation.
+    `requests` records the ids and sampling parameters of each request. A request beyond the script is an IndexError.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, turns: Sequence[str | Generation]) -> None:
@@ -65,7 +65,7 @@ def _log_probs(count: int) -> list[float]:
 
 
 async def no_reward(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """A reward hook for those who try a generate hook alone: 0 for everything."""
+    """A reward hook that gives 0 for everything, for trying a generate hook alone."""
     return 0.0
 
 
@@ -80,7 +80,7 @@ def converse(
     args: Any = None,
     **sampling_params: Any,
 ) -> tuple[Sample, ScriptedEngine]:
-    """Run a generate hook on a prompt, then the reward hook if there is one; returns the sample and the engine.
+    """Run a generate hook on a prompt, then the reward hook if one is given; returns the sample and the engine.
 
     `args`: the run's arguments [no context limit, no settings]. `sampling_params` are laid over 512 new tokens at
     temperature 1.

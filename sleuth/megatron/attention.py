@@ -1,11 +1,11 @@
 """Packed self-attention over torch's scaled dot product, with zigzag context parallelism.
 
-It is the core attention of the layer spec where TransformerEngine is not installed (megatron's own refuses
-packed sequences and context parallelism). Device-neutral.
+The layer spec uses it as core attention where TransformerEngine is not installed (megatron's own refuses
+packed sequences and context parallelism). It runs on any device.
 
 Layout: a micro-batch is one row of sequences laid end to end ("thd": tokens, heads, head dimension). Under
-context parallelism rank r of C holds, of every sequence, the chunks r and 2C-1-r of 2C equal ones, so that the
-causal work is equal on all ranks; keys and values are gathered, queries stay.
+context parallelism every sequence is cut into 2C equal chunks, and rank r of C holds chunks r and 2C-1-r, so that
+all ranks have equal causal work. Keys and values are gathered on all ranks; queries stay where they are.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class PackedRow(PackedSeqParams):
 def rotary_frequencies(
     width: int, base: float, scaling: Llama3Scaling | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """Radians a position [width / 2] of rotary position embeddings (Su et al. 2021, arXiv 2104.09864), float32.
+    """Radians per position [width / 2], float32, of rotary position embeddings (Su et al. 2021, arXiv 2104.09864).
 
-    With `scaling`, as in Llama 3.1: waves that are longer than the model saw in training are stretched by its factor,
-    short ones stay, those between are blended.
+    With `scaling`, as in Llama 3.1: wavelengths longer than the context of training are stretched by its factor, short
+    ones stay, and those in between are blended.
     """
     plain = 1.0 / base ** (torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
     if scaling is None:
@@ -79,9 +79,9 @@ def rotary_frequencies(
 
 
 def rotary_angles(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [t, 1, width / 2] of the rotation at [t] positions.
+    """cos and sin [t, 1, width / 2] of the rotation at positions [t].
 
-    They are computed once a forward pass: megatron's own rotation does so in every layer, for queries and for keys.
+    They are computed once for a forward pass; megatron's own rotation computes them in every layer, twice.
     """
     angles = (positions[:, None] * frequencies)[:, None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -133,7 +133,10 @@ class PackedAttention(torch.nn.Module):
         return self._context_parallel(query, key, value, packed_seq_params)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-        """All sequences are whole here. Autograd joins the gradients of a split at once; slices would add up rows."""
+        """Attention where this rank holds all sequences whole.
+
+        The row is split, not sliced: autograd joins the gradients of a split at once, but adds up those of slices.
+        """
         parts = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
         return torch.cat([self._attend(q[None], k[None], v[None])[0] for q, k, v in parts]).flatten(1)
 
@@ -157,7 +160,10 @@ class PackedAttention(torch.nn.Module):
         return full.index_select(0, order)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[b, s, heads, d] and [b, s', kv heads, d], s' >= s: the last query sees all keys. Returns like `query`."""
+        """Attention of query [b, s, heads, d] to key and value [b, s', kv heads, d], in the shape of `query`.
+
+        s' >= s: the last query sees all keys.
+        """
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         groups = query.shape[1] != key.shape[1]
         square = query.shape[2] == key.shape[2]
@@ -169,7 +175,7 @@ class PackedAttention(torch.nn.Module):
 
 
 def _lower_right_mask(query: Tensor, key: Tensor) -> Tensor:
-    """The causal mask aligned to the last query and key; on CUDA as a bias that flash attention understands."""
+    """The causal mask, aligned so that the last query sees the last key; on CUDA a bias that flash attention takes."""
     if query.is_cuda:
         return causal_lower_right(query.shape[2], key.shape[2])
     ones = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)

@@ -1,7 +1,7 @@
 """Checkpoints in megatron's torch_dist format, readable in another parallel layout.
 
-A checkpoint's folder holds weights and optimizer (torch_dist), rollout_state.json, sleuth.json (what it is) and
-rng_*.pt (random state, one a rank). How the folder comes to be whole or not there at all: `sleuth.checkpoints`.
+A checkpoint's folder holds weights and optimizer (torch_dist), rollout_state.json, sleuth.json (which describes it)
+and rng_*.pt (the random state of each rank). `sleuth.checkpoints` sees to it that the folder is whole or not there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FORMAT = 1
 
 
 def existing_checkpoint(folder: Path, iteration: int | None = None) -> Path:
-    """As `checkpoints.find_checkpoint`, but ValueError says what to do where there is none."""
+    """As `checkpoints.find_checkpoint`, but if there is no checkpoint, raises ValueError that says what to do."""
     found = checkpoints.find_checkpoint(folder, iteration)
     if found is None:
         raise ValueError(
@@ -59,7 +59,7 @@ def load_weights(chunks: Sequence[PolicyModel], folder: Path, iteration: int | N
 
 
 def _model_state(chunks: Sequence[PolicyModel], metadata: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Each chunk's description. Their tensors' names are those of the whole model, whatever the chunks."""
+    """The sharded state of each chunk. Tensors have their names in the whole model, however it is cut into chunks."""
     return {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
 
 
@@ -71,7 +71,7 @@ def _load_chunks(chunks: Sequence[PolicyModel], state: dict[str, Any]) -> None:
 
 
 def _without_extra_state(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Without what TransformerEngine's modules keep for fp8 training: not every checkpoint has such a thing."""
+    """The state without the fp8 entries of TransformerEngine's modules, which not every checkpoint has."""
     return {
         chunk: {name: value for name, value in parts.items() if not name.endswith(_EXTRA_STATE)}
         for chunk, parts in state.items()
@@ -164,7 +164,7 @@ class Checkpoints:
         unfinished.mkdir()
 
     def _check_space(self, folder: Path) -> None:
-        """OSError if the disk is sure to fill up."""
+        """Raise OSError if the disk has certainly too little room."""
         ranks = (
             parallel_state.get_tensor_model_parallel_world_size()
             * parallel_state.get_pipeline_model_parallel_world_size()
@@ -181,7 +181,7 @@ class Checkpoints:
 
     @staticmethod
     def _on_first_rank(action: Any) -> None:
-        """Run on rank 0; an error is raised on every rank."""
+        """Run `action` on rank 0; an error in it is raised on every rank."""
         error: Exception | None = None
         if dist.get_rank() == 0:
             try:
@@ -192,7 +192,7 @@ class Checkpoints:
 
 
 def _write_error(problem: BaseException, folder: Path) -> OSError:
-    """Torch's writer hides the system's error; free space tells as much."""
+    """The error to raise. Torch's writer hides the system's error, so the message states the free space instead."""
     cause = str(problem).strip().splitlines()[-1]
     free = shutil.disk_usage(folder).free / 1e9
     return OSError(
@@ -203,9 +203,9 @@ def _write_error(problem: BaseException, folder: Path) -> OSError:
 
 @functools.cache
 def _write_in_this_process() -> None:
-    """Keep megatron from starting processes to write files and to pass results.
+    """Keep megatron from starting processes that write files and pass results.
 
-    They serve asynchronous saving. A save here is synchronous, and forking a process that has threads (gloo,
+    Those are for asynchronous saving. A save here is synchronous, and forking a process that has threads (gloo,
     OpenMP, Ray) can hang.
     """
     writer = filesystem_async.FileSystemWriterAsync
@@ -234,7 +234,7 @@ def _sharding_metadata() -> dict[str, Any]:
 
 
 def _load_into(state: dict[str, Any], found: Path, model_state: dict[str, dict[str, Any]]) -> None:
-    """Read `found` into `state`. ValueError if it does not fit the model, which `model_state` describes."""
+    """Read the checkpoint `found` into `state`; ValueError if it does not fit the model, described by `model_state`."""
     for chunk in model_state.values():
         _check_shapes(chunk, found)
     try:
@@ -244,7 +244,7 @@ def _load_into(state: dict[str, Any], found: Path, model_state: dict[str, dict[s
 
 
 def _check_shapes(chunk: dict[str, Any], found: Path) -> None:
-    """ValueError names a tensor that the checkpoint lacks or holds in another shape."""
+    """Raise ValueError, which names the tensor, if the checkpoint lacks one or holds it in another shape."""
     stored = dist_checkpointing.load_tensors_metadata(str(found))
     for wanted in chunk.values():
         if not isinstance(wanted, ShardedTensor):
@@ -276,7 +276,7 @@ def _random_state() -> dict[str, Any]:
 
 
 def _restore_random_state(found: Path, description: dict[str, Any]) -> None:
-    """Only where the ranks are laid out as they were: a rank's random state means nothing to another rank."""
+    """Restore the random state of this rank, but only if the ranks are laid out as they were when it was saved."""
     if description["world_size"] != dist.get_world_size() or description["layout"] != _layout():
         logger.info("the checkpoint was saved in another layout: random state starts anew from --seed")
         return

@@ -1,4 +1,4 @@
-"""Between Hugging Face folders and torch_dist checkpoints, in one process without a GPU or an engine.
+"""Converts Hugging Face folders to torch_dist checkpoints and back, in one process without a GPU or an engine.
 
 `tools/convert_hf_to_torch_dist.py` and `tools/convert_torch_dist_to_hf.py` are the commands.
 """
@@ -52,9 +52,9 @@ def hf_to_torch_dist(
 ) -> Path:
     """Write the weights of a Hugging Face folder as a torch_dist checkpoint under `save`; returns its folder.
 
-    `dtype` auto keeps that of config.json. With `check` both must compute the same, where memory allows to see that.
-    Raises ValueError if the source is not a model, contradicts `flags` or its own weights, or `save` holds a
-    checkpoint already; OSError if the disk is too small.
+    `dtype` auto keeps that of config.json. `check` verifies, if memory allows, that both compute the same logits.
+    Raises ValueError if the source is not a model, contradicts `flags` or its own weights, or if `save` already holds
+    a checkpoint; OSError if the disk is too small.
     """
     config = read_config(hf_checkpoint)
     if flags is not None:
@@ -97,10 +97,10 @@ def torch_dist_to_hf(
 ) -> Path:
     """Write a torch_dist checkpoint as a Hugging Face folder; config and tokenizer come from `hf_checkpoint`.
 
-    `iteration` [the newest] is the step; `dtype` auto keeps that of config.json; no file is larger than `shard_bytes`,
-    but for a tensor that is. With `check` both must compute the same, where memory allows to see that. Returns the
-    checkpoint read. Raises ValueError if it is not there or does not fit config.json, or `save` is not empty; OSError
-    if the disk is too small.
+    `iteration` [the newest] is the step; `dtype` auto keeps that of config.json. No file is larger than `shard_bytes`,
+    unless a single tensor is. `check` verifies, if memory allows, that both compute the same logits. Returns the
+    checkpoint that was read. Raises ValueError if there is none, it does not fit config.json, or `save` is not empty;
+    OSError if the disk is too small.
     """
     config = read_config(hf_checkpoint)
     if save.exists() and any(save.iterdir()):
@@ -138,9 +138,9 @@ def write_hf_folder(
 ) -> None:
     """Write tensors of `dtype` as a Hugging Face folder, with config and tokenizer of `hf_checkpoint`.
 
-    It is there whole or not at all, and only if `verify`, called with the folder before it takes its place, raises
-    nothing; at most `shard_bytes` of tensors are held at once. Only with `replace` may `save` hold something, which
-    goes. OSError if it does, or if the disk is too small.
+    The folder appears whole or not at all, and only if `verify`, called with it before it takes its place, raises
+    nothing. At most `shard_bytes` of tensors are held at once. With `replace` the content of `save` is replaced;
+    without it, OSError if `save` holds anything. OSError also if the disk is too small.
     """
     unfinished = save.with_name(f".unfinished-{save.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -157,7 +157,7 @@ def write_hf_folder(
 
 
 def _put_in_place(unfinished: Path, save: Path, replace: bool) -> None:
-    """Rename, so that a kill leaves the old folder, the new one, or none; never a part of one."""
+    """Rename `unfinished` to `save`, so that a kill leaves the old folder, the new one, or none; never part of one."""
     replaced = save.with_name(f".replaced-{save.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if save.exists() and not replace:
@@ -183,14 +183,14 @@ def stored_dtype(config: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """A process group of this process alone; memory of tensors that go is given back at once."""
+    """Inside the block, this process has a process group of its own, and frees the memory of tensors at once."""
     _return_freed_memory()
     with parallel.alone():
         yield
 
 
 def _return_freed_memory() -> None:
-    """Make glibc give tensors' memory back when they go; by default it keeps blocks of up to 32 MB, in pieces."""
+    """Make glibc return the memory of freed tensors to the system; by default it keeps blocks of up to 32 MB."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)
@@ -201,12 +201,12 @@ def _build(shape: ModelShape, dtype: str) -> list[PolicyModel]:
 
 
 def _described(shape: ModelShape, dtype: str) -> list[PolicyModel]:
-    """The model on the meta device. Before it moves there, its memory is reserved, but never touched."""
+    """The model on the meta device. Until it is moved there, its memory is reserved, but never used."""
     return [chunk.to("meta") for chunk in _build(shape, dtype)]
 
 
 def _check_equal(model: list[PolicyModel], hf_folder: Path, found: Path) -> None:
-    """ValueError if transformers with the folder and the trainer with the checkpoint compute different logits."""
+    """Raise ValueError if the logits of transformers (with the folder) and the trainer (with the checkpoint) differ."""
     (chunk,) = model
     size = sum(parameter.numel() for parameter in chunk.parameters())
     if not probe.fits_in_memory(size):
@@ -217,7 +217,7 @@ def _check_equal(model: list[PolicyModel], hf_folder: Path, found: Path) -> None
 
 
 def _copy_model_files(source: Path, target: Path, dtype: str) -> None:
-    """Everything but weights: config (with the dtype as written), tokenizer, generation settings, licence."""
+    """Copy all files except weights: config (with `dtype`), tokenizer, generation settings, licence."""
     for path in source.iterdir():
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHT_FILES):
             shutil.copyfile(path, target / path.name)
@@ -229,7 +229,7 @@ def _copy_model_files(source: Path, target: Path, dtype: str) -> None:
 def _write_safetensors(
     tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int, progress: Callable[[str], None]
 ) -> None:
-    """One file, or several with the index that transformers reads; how many is known when the last is written."""
+    """Write one file, or several with the index that transformers reads; their number is known only at the end."""
     shards: list[list[str]] = []
     total = 0
     for shard in _shards(tensors, shard_bytes):
@@ -253,7 +253,7 @@ def _write_safetensors(
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """At most `shard_bytes` of tensors at a time, or one that is larger."""
+    """Group tensors into shards of at most `shard_bytes`; a larger tensor gets a shard of its own."""
     shard: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:
@@ -261,7 +261,7 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator
             yield shard
             shard, size = {}, 0
         tensor = tensor.cpu().contiguous()
-        # A view would keep the larger tensor that it shows a part of, and is refused by save_file.
+        # A view would keep the whole tensor of which it is a part in memory, and save_file refuses views.
         shard[name] = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
         size += tensor.nbytes
     yield shard

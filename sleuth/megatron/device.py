@@ -1,10 +1,10 @@
 """The device layer: lets megatron-core run on a CPU with gloo. Where CUDA is available it does nothing.
 
-Every module of megatron-core holds a global named `torch`. `install` replaces that global, in megatron's
-modules only, by a thin proxy whose `cuda` namespace and tensor factories mean the CPU when they are told
-"cuda"; everything else falls through to the real torch. Three things cannot be reached that way and are
+Every module of megatron-core has a global named `torch`. `install` replaces that global, in megatron's
+modules only, by a thin proxy whose `cuda` namespace and tensor factories use the CPU when they are asked for
+"cuda"; everything else is passed on to the real torch. Three things cannot be reached that way and are
 patched by name: the random-number tracker (bound at import), the optimizers' checks of `Tensor.type()`
-strings (only during the calls that make them), and `Tensor.cuda()` (identity).
+strings (only during the calls that make them), and `Tensor.cuda()` (which returns the tensor itself).
 
 `install` is called before any megatron module is used (`sleuth.megatron` does so when it is imported).
 """
@@ -39,7 +39,7 @@ _CORE_MODULES = """
 
 
 def local_device() -> torch.device:
-    """The device this process computes on: its CUDA device, or the CPU where there is none."""
+    """The device on which this process computes: its CUDA device, or the CPU if there is none."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return _CPU
@@ -115,7 +115,7 @@ class _CpuCuda(types.ModuleType):
 
 
 def _on_cpu(device: Any) -> Any:
-    """Map a CUDA device in any spelling to the CPU; leave others alone."""
+    """Map a CUDA device in any spelling to the CPU; return other devices unchanged."""
     is_cuda = (
         isinstance(device, int)
         or (isinstance(device, str) and device.startswith("cuda"))
@@ -160,7 +160,7 @@ def _use_proxy(module: types.ModuleType) -> None:
 
 
 class _LateModules(importlib.abc.MetaPathFinder):
-    """Gives the proxy to megatron modules that are imported after `install`."""
+    """An import hook that gives the proxy to megatron modules which are imported after `install`."""
 
     def __init__(self) -> None:
         self._searching = False
@@ -189,7 +189,7 @@ class _LateModules(importlib.abc.MetaPathFinder):
 
 @contextlib.contextmanager
 def _cuda_type_names() -> Iterator[None]:
-    """Within, `Tensor.type()` answers "torch.cuda...", which megatron's optimizers sort parameters by."""
+    """Inside the block, `Tensor.type()` returns "torch.cuda...", by which megatron's optimizers sort parameters."""
     real = torch.Tensor.type
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +229,7 @@ def _patch_random() -> None:
     from megatron.core.tensor_parallel import random
 
     class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
-        """The parent's named random streams, kept in the CPU generator (without its warning that this one moved)."""
+        """The parent's named random streams, kept in the CPU generator (without the parent's deprecation warning)."""
 
         @contextlib.contextmanager
         def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
@@ -249,7 +249,7 @@ def _patch_random() -> None:
 
 
 def _patch_token_dispatcher() -> None:
-    """MoE's all-to-all turns its splits into numpy only after a device-to-host copy, which is a no-op here."""
+    """Have MoE's all-to-all convert its splits to numpy: it does so after a copy to the host, which is skipped here."""
     from megatron.core.transformer.moe import token_dispatcher
 
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -265,7 +265,7 @@ def install() -> bool:
         # Megatron decorates functions with torch.compile at import; on a CPU that only costs time.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     with warnings.catch_warnings():
-        # They say that TransformerEngine and Apex are absent, once a module.
+        # Each of these warnings says in one more module that TransformerEngine or Apex is absent.
         warnings.simplefilter("ignore")
         for name in _CORE_MODULES.split():
             importlib.import_module(f"megatron.core.{name}")

@@ -1,8 +1,8 @@
-"""Micro-batches on their way through the model, forwards and backwards, in any parallel layout.
+"""Runs micro-batches through the model, forward and backward, in any parallel layout.
 
 The loss of a step is a sum over its tokens (see `sleuth.algo.optimizer_steps`), so the gradient is a plain sum
-over micro-batches, data- and context-parallel ranks: megatron's own divisions are switched off
-(`calculate_per_token_loss` with a finalisation that is given no token count).
+over micro-batches and over data- and context-parallel ranks. Megatron's own divisions are therefore switched off, by
+`calculate_per_token_loss` and a finalisation without a token count.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ Objective = Callable[["MicroBatch", Tensor], tuple[Tensor, Metrics]]
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One packed row: whole, and this rank's trained tokens of it.
+    """One packed row, and the trained tokens in this rank's part of it.
 
-    `index` [t] are the positions in the row that this context-parallel rank holds, `selected` [n] those of its own
-    positions whose token has a weight in the loss. The tensors [n] below are about those tokens.
+    `index` [t] holds the positions in the row that belong to this context-parallel rank. `selected` [n] holds the
+    indices into these t positions at which a token has a weight in the loss; all other tensors [n] are about the
+    selected tokens.
     """
 
     samples: Sequence[TrainSample]
@@ -44,9 +45,9 @@ class MicroBatch:
     index: Tensor
     selected: Tensor
     weights: Tensor
-    """Of each token in the loss of the optimizer step."""
+    """[n] The weight of each selected token in the loss of the optimizer step."""
     policy_weights: Tensor
-    """Of each token's policy loss: `weights`, times the factor of an importance-sampling hook."""
+    """[n] The weight of each token's policy loss: `weights` times the factor of an importance-sampling hook."""
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
 
@@ -54,7 +55,7 @@ class MicroBatch:
     def build(
         cls, samples: Sequence[TrainSample], step: OptimizerStepBatch, *, multiple: int, per_token: bool
     ) -> MicroBatch:
-        """Pack `samples`, cut this rank's part, and move it to the device."""
+        """Pack `samples`, take this rank's part, and move it to the device."""
         where = device.local_device()
         packed = pack(samples, pad_multiple=multiple)
         size, rank = (
@@ -68,11 +69,11 @@ class MicroBatch:
         return cls(samples, packed, packed.slice(index).to(where), index, selected.to(where), weights, weights)
 
     def of_selected(self, row: Tensor) -> Tensor:
-        """Values [t] of this rank's part -> those of the selected tokens [n]."""
+        """From values [t] of this rank's part to those of the selected tokens [n]."""
         return row[self.selected]
 
     def reselect(self, keep: Tensor, *, weights: Tensor, policy_weights: Tensor) -> None:
-        """Keep those of the selected tokens for which `keep` [n] is true, with these weights [n]."""
+        """Keep only the selected tokens for which `keep` [n] is True, with the given weights [n]."""
         self.selected, self.weights, self.policy_weights = self.selected[keep], weights[keep], policy_weights[keep]
         if self.old_log_probs is not None:
             self.old_log_probs = self.old_log_probs[keep]
@@ -80,7 +81,7 @@ class MicroBatch:
             self.ref_log_probs = self.ref_log_probs[keep]
 
     def whole_row(self, values: Tensor) -> Tensor:
-        """Values [n] of selected tokens on every context-parallel rank -> the row [T], 0 elsewhere; collective."""
+        """From values [n] of selected tokens on all context-parallel ranks to the row [T], 0 elsewhere. Collective."""
         row = values.new_zeros(len(self.local))
         row[self.selected] = values
         return parallel.gather_context(row, self.packed.lengths)
@@ -91,7 +92,7 @@ class MicroBatch:
 
 
 def finalize_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Reduce gradients over ranks as sums: the token count that megatron would divide by is left out."""
+    """Sum gradients over ranks; leaves out the token count, by which megatron would divide."""
     finalize_model_grads(model, None, **kwargs)
 
 
@@ -136,10 +137,10 @@ def run_model(
 
 
 def _fill_up(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Empty micro-batches behind `batches`: an interleaved pipeline takes as many at a time as it has ranks.
+    """`batches` and empty ones after them, to a multiple of the pipeline's ranks, as an interleaved pipeline needs.
 
-    Two times as many at least: with fewer, some ranks but not all do all forward passes before the first backward one,
-    and ranks that tell each other the rows' lengths then wait for each other for ever.
+    There are at least twice as many as ranks: with fewer, only some ranks do all forward passes before the first
+    backward pass, and ranks that exchange the lengths of rows then wait for each other for ever.
     """
     size = parallel_state.get_pipeline_model_parallel_world_size()
     missing = max(2 * size, -(-len(batches) // size) * size) - len(batches)
@@ -152,7 +153,7 @@ def _fill_up(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 def score(
     chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], options: HeadOptions
 ) -> list[Tensor | None]:
-    """Log-probabilities [n] of the selected tokens of each batch as the weights are; None before the last stage."""
+    """Log-probabilities [n] of each batch's selected tokens, by the current weights; None before the last stage."""
 
     def objective(batch: MicroBatch, statistics: Tensor) -> tuple[Tensor, Metrics]:
         return statistics.new_zeros(()), {"log_probs": statistics[:, 0].clone()}

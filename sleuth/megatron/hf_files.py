@@ -1,6 +1,6 @@
-"""The tensors in a Hugging Face folder's safetensors files: which files count, what they hold, one tensor at a time.
+"""Reads the tensors in the safetensors files of a Hugging Face folder, one at a time.
 
-What is wrong with a file is told with its name and a remedy; nothing is passed over in silence.
+An error about a file gives its name and a remedy; no problem is ignored silently.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _OPEN_FILES = 2
 class HfWeights:
     """The tensors of a Hugging Face folder, read one at a time.
 
-    They are those of the index's files, or of model.safetensors where there is no index; other files do not count.
-    Raises ValueError if a file is missing, damaged, or of another format, or if two files hold one name.
+    They are in the files that the index lists, or in model.safetensors if there is no index; other files are ignored.
+    Raises ValueError if a file is missing, damaged, or of another format, or if two files hold a tensor of one name.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,11 +50,11 @@ class HfWeights:
 
     @property
     def names(self) -> list[str]:
-        """All tensors but the known harmless ones."""
+        """The names of all tensors, except for those that are known to be harmless extras."""
         return [name for name in self._owner if not name.endswith(_HARMLESS_ENDINGS)]
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor on the CPU. ValueError if the files do not hold it, or if it cannot be a weight."""
+        """The whole tensor, on the CPU. ValueError if no file holds it, or if it cannot be a weight."""
         problems = [*self._missing([name]), *self._no_weights([name])]
         if problems:
             raise self._refusal(problems)
@@ -62,13 +62,14 @@ class HfWeights:
         return tensor
 
     def describe(self, name: str) -> Tensor:
-        """A tensor of the right shape without values, on the meta device."""
+        """A tensor of the same shape without values, on the meta device."""
         return torch.empty(self._shapes[name], device="meta")
 
     def check(self, expected: Sequence[str], num_layers: int, tied_head: tuple[str, str] | None) -> None:
-        """ValueError unless the files hold the `expected` tensors of a model, and nothing else.
+        """Raise ValueError unless the files hold the `expected` tensors of a model, and nothing else.
 
-        `tied_head` names an output layer, which may be there, and the embedding, which it must then equal.
+        `tied_head` names an output layer and the embedding: the files may hold that output layer if it
+        equals the embedding.
         """
         allowed = {*expected, *(tied_head or ())}
         problems = [
@@ -148,7 +149,7 @@ class HfWeights:
 
 
 def _listed_files(folder: Path) -> dict[str, Path]:
-    """Tensor -> file by the index; {} where model.safetensors is all there is. ValueError if neither is there."""
+    """The file of each tensor by the index; {} if there is only model.safetensors. ValueError if there is neither."""
     index = folder / INDEX_FILE
     if index.is_file():
         try:
@@ -196,7 +197,7 @@ def _open_safetensors(path: Path) -> Any:
 
 
 def _cause(path: Path) -> str:
-    """What is wrong with a file that cannot be parsed, as far as its size and its first bytes tell."""
+    """A guess, from its size and first bytes, at what is wrong with a file that cannot be parsed."""
     with path.open("rb") as file:
         start = file.read(64)
     if not start:
@@ -212,5 +213,5 @@ def _layer_of(name: str) -> int | None:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """At most four names, and how many there are besides."""
+    """At most four names, and the number of further ones."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,16 +1,16 @@
-"""Log-probabilities from hidden states, without ever holding all logits: chunked and vocabulary-parallel.
+"""Log-probabilities from hidden states without holding all logits: in chunks of tokens, and vocabulary-parallel.
 
-The output layer is the largest activation of a language model: T tokens by V words. Here it is computed a
-chunk of tokens at a time into one buffer, only for the tokens that matter, and again in the backward pass (unless it
-is small enough to keep). With z = logits / temperature, sharded over the tensor-parallel ranks, each token gets
+Logits are the largest activation of a language model: T tokens by V words. Here they are computed into one buffer,
+a chunk of tokens at a time and only for the tokens that matter, and again in the backward pass (unless they are
+small enough to keep). With z = logits / temperature, sharded over the tensor-parallel ranks, each token gets
 
     log p(y)    with log p_v = z_v - lse(z)
     entropy     = -sum_v p_v log p_v
     mean        = sum_v log p_v / V         for label smoothing
 
-and d/dz_v of them: 1[v = y] - p_v;  -p_v (log p_v + entropy);  1 / V - p_v.
+and the derivatives by z_v are 1[v = y] - p_v;  -p_v (log p_v + entropy);  1 / V - p_v.
 
-Elementwise work goes through the buffer a block of rows at a time, so that its intermediates are small and, on
+Elementwise operations work on the buffer a block of rows at a time, so that intermediate results are small and, on
 a CPU, stay in the cache.
 """
 
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Up to this size, all logits are kept for the backward pass: recomputing costs a third of the layer.
+# Up to this size, all logits are kept for the backward pass: recomputing them costs a third of the layer's time.
 _KEEP_BYTES = 512 * 2**20
 # Logits of a block of rows: small enough for a CPU's cache, large enough for a GPU to be busy.
 _CPU_BLOCK, _GPU_BLOCK = 2**19, 2**26
@@ -32,7 +32,7 @@ _CPU_BLOCK, _GPU_BLOCK = 2**19, 2**26
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions:
-    """What to compute, and how: `temperature` divides the logits, `chunk_size` is in tokens.
+    """What to compute. `temperature` divides the logits; `chunk_size` is in tokens.
 
     The entropy has a gradient only with `entropy_gradient`.
     """
@@ -124,7 +124,7 @@ def _buffer(rows: int, weight: Tensor) -> Tensor:
 
 
 def _logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
-    """[n, H] -> `out`: this rank's float32 logits [n, V / tp]."""
+    """Write this rank's float32 logits [n, V / tp] of hidden states [n, H] into `out`."""
     if hidden.dtype == torch.float32:
         torch.mm(hidden, weight.t(), out=out)
     else:
@@ -137,8 +137,8 @@ _LARGEST, _SUM_EXP, _SUM_EXP_Z, _TARGET, _SUM = range(5)
 def _summarize(logits: Tensor, targets: Tensor, out: Tensor, options: HeadOptions) -> None:
     """Fill `out` [5, n] from this rank's logits [n, V / tp].
 
-    Besides the largest of them, with z what the others are below it: sum exp(z), sum z exp(z), the target's z (0 where
-    it belongs to another rank), and sum z; all of them at the temperature.
+    With logits divided by the temperature, the rows are the largest logit and, with z = logit - largest logit:
+    sum exp(z), sum z exp(z), the z of the target (0 if it belongs to another rank), and sum z.
     """
     torch.amax(logits, 1, out=out[_LARGEST])
     z = logits - out[_LARGEST, :, None]
@@ -158,7 +158,7 @@ def _summarize(logits: Tensor, targets: Tensor, out: Tensor, options: HeadOption
 
 
 def _local_targets(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Ids relative to this rank's rows -> (ids that are safe to index with [n, 1], whether they are ours [n])."""
+    """From ids relative to this rank's rows: ids that are safe as an index [n, 1], and whether they are ours [n]."""
     ours = (targets >= 0) & (targets < width)
     return targets.where(ours, 0).unsqueeze(1), ours
 
@@ -166,7 +166,7 @@ def _local_targets(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def _combine(
     local: Tensor, targets: Tensor, width: int, options: HeadOptions, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """The summaries [5, n] of all ranks -> statistics [n, 3], and lse [n]."""
+    """Combine the summaries [5, n] of all ranks to statistics [n, 3] and lse [n]."""
     largest = local[_LARGEST].clone()
     if group.size() > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)

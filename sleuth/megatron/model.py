@@ -8,7 +8,9 @@ log-probabilities rather than logits (see `logprobs.py`).
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,13 +47,15 @@ from sleuth.megatron.attention import PackedAttention, PackedRow, rotary_angles,
 from sleuth.megatron.logprobs import HeadOptions, token_statistics
 from sleuth.megatron.parallel import Layout
 
+logger = logging.getLogger(__name__)
+
 if not hasattr(moe_utils, "te_general_gemm"):
-    # Megatron's router asks for this name, which its import defines only beside TransformerEngine.
+    # Megatron's router uses this name, which it imports only if TransformerEngine is installed.
     moe_utils.te_general_gemm = None
 
 
 class ModelSettings(Layout, Protocol):
-    """What the model must know of how it is trained."""
+    """The arguments of training on which the model depends."""
 
     @property
     def dtype(self) -> str: ...
@@ -67,7 +71,7 @@ class ModelSettings(Layout, Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The architecture of a model, in the words of megatron's flags."""
+    """The architecture of a model; the fields have the names of megatron's flags."""
 
     num_layers: int
     hidden_size: int
@@ -90,7 +94,7 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, folder: Path) -> ModelShape:
-        """Read the config.json of a Hugging Face model; ValueError for models that the trainer does not compute."""
+        """Read the config.json of a Hugging Face model; ValueError for models that the trainer cannot compute."""
         config = complete_config(parse_config(folder))
         names = {field.name for field in dataclasses.fields(cls)}
         return cls(
@@ -100,7 +104,7 @@ class ModelShape:
         )
 
     def rotary_frequencies(self, where: torch.device | None = None) -> Tensor:
-        """Radians a position [kv_channels / 2]."""
+        """Radians per position [kv_channels / 2] of the rotary position embeddings."""
         return rotary_frequencies(self.kv_channels, self.rotary_base, self.rotary_scaling, where)
 
 
@@ -110,7 +114,7 @@ def transformer_engine_available() -> bool:
 
 
 def resolve_dtype(name: str) -> torch.dtype:
-    """--dtype -> the dtype of the model's weights: `auto` is bfloat16 on CUDA, else float32."""
+    """The dtype of the model's weights for a value of --dtype: `auto` is bfloat16 on CUDA, else float32."""
     if name == "auto":
         return torch.bfloat16 if torch.cuda.is_available() else torch.float32
     if name not in ("float32", "bfloat16"):
@@ -118,13 +122,35 @@ def resolve_dtype(name: str) -> torch.dtype:
     return torch.float32 if name == "float32" else torch.bfloat16
 
 
+def attention_backend(name: str) -> AttnBackend:
+    """--attention-backend -> the kernels that TransformerEngine is to use; without it the choice means nothing.
+
+    For `flash` megatron switches all others off, and the first forward pass fails where there is no flash-attn that
+    TransformerEngine accepts. cuDNN's fused attention, the same algorithm, then takes its place.
+    """
+    if not transformer_engine_available():
+        return AttnBackend.auto
+    if name == "flash" and not _flash_attn_accepted():
+        logger.warning(
+            "--attention-backend flash: TransformerEngine accepts no flash-attn that is installed; taking fused (cuDNN)"
+        )
+        return AttnBackend.fused
+    return AttnBackend[name]
+
+
+def _flash_attn_accepted() -> bool:
+    attention = "transformer_engine.pytorch.attention.dot_product_attention"
+    importlib.import_module(f"{attention}.backends")  # it looks for flash-attn, and notes which it accepts
+    found = importlib.import_module(f"{attention}.utils").FlashAttentionUtils
+    return found.is_installed or found.v3_is_installed
+
+
 def transformer_config(args: ModelSettings, shape: ModelShape) -> TransformerConfig:
-    """Megatron's config for `shape` as `args` train it. The ranks are laid out already."""
-    backend = AttnBackend[args.attention_backend] if transformer_engine_available() else AttnBackend.auto
+    """Megatron's config for training a model of `shape` by `args`. Call it after `parallel.initialize`."""
     return plain_config(
         shape,
         resolve_dtype(args.dtype),
-        attention_backend=backend,
+        attention_backend=attention_backend(args.attention_backend),
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
@@ -139,7 +165,7 @@ def transformer_config(args: ModelSettings, shape: ModelShape) -> TransformerCon
 
 
 def plain_config(shape: ModelShape, dtype: torch.dtype, **training: Any) -> TransformerConfig:
-    """Megatron's config for `shape` in one process, but for its fields that `training` sets."""
+    """Megatron's config for a model of `shape` in one process; `training` overrides fields of it."""
     engine = transformer_engine_available()
     experts: dict[str, Any] = {}
     if shape.num_experts:
@@ -171,7 +197,7 @@ def plain_config(shape: ModelShape, dtype: torch.dtype, **training: Any) -> Tran
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Packed rows differ in length from micro-batch to micro-batch; pipeline stages tell each other.
+        # The length of packed rows differs between micro-batches, so pipeline stages exchange it.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the one that allows such rows; megatron checks it for dense models too
         # The loss carries its own weights: no division by micro-batches or tokens (see forward.py).
@@ -202,14 +228,14 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., H] -> [..., H]"""
+        """Normalise x [..., H] over its last dimension."""
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
 def layer_spec(config: TransformerConfig, chunk: int | None = None) -> ModuleSpec | TransformerBlockSubmodules:
-    """The layers: TransformerEngine's where it is installed, else megatron's local ones with our parts.
+    """The layers: TransformerEngine's if it is installed, else megatron's local ones with our norm and attention.
 
-    `chunk` counts this rank's parts of an interleaved pipeline; None where it has one.
+    `chunk` is the number of this rank's chunk in an interleaved pipeline; None if the rank has only one.
     """
     if transformer_engine_available():
         return get_gpt_layer_with_transformer_engine_spec(
@@ -220,7 +246,7 @@ def layer_spec(config: TransformerConfig, chunk: int | None = None) -> ModuleSpe
     )
     layer = spec.submodules
     if config.num_moe_experts:
-        # TransformerEngine keeps this norm outside of the experts, so its checkpoints do not rename it.
+        # TransformerEngine does not fuse this norm into the experts, so its checkpoints do not rename it.
         layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
@@ -246,9 +272,9 @@ class PolicyModel(GPTModel):
     ) -> Tensor:
         """Run this pipeline stage on this rank's share of a packed row.
 
-        input_ids and position_ids [1, t]; `selected` [n] are the positions in [0, t) whose statistics are wanted,
-        `targets` [n] the ids they predict. Returns [n, 3] on the last stage (see `token_statistics`), hidden states
-        [t (/ tp), 1, H] on others.
+        input_ids and position_ids are [1, t]. `selected` [n] holds the positions in [0, t) whose statistics are wanted,
+        `targets` [n] the ids that they predict. Returns statistics [n, 3] on the last stage (see `token_statistics`),
+        hidden states [t (/ tp), 1, H] on the others.
         """
         hidden = self._hidden(input_ids, position_ids, packed_seq_params)
         if not self.post_process:
@@ -261,7 +287,7 @@ class PolicyModel(GPTModel):
         return token_statistics(hidden.squeeze(1)[selected], self._head(), targets, options, group)
 
     def logits(self, ids: Tensor) -> Tensor:
-        """[T] -> [T, V], of one sequence in a process that holds the whole model."""
+        """The logits [T, V] of one sequence of ids [T], in a process that holds the whole model."""
         bounds = torch.tensor([0, len(ids)], dtype=torch.int32, device=ids.device)
         row = PackedRow.of([len(ids)], bounds, 1)
         hidden = self._hidden(ids[None], torch.arange(len(ids), device=ids.device)[None], row)
@@ -282,14 +308,14 @@ class PolicyModel(GPTModel):
         return weight
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Megatron's own would compute all logits."""
+        """Return the hidden states: megatron's own method would compute all logits."""
         return hidden_states
 
 
 def build_model(shape: ModelShape, config: TransformerConfig) -> list[PolicyModel]:
     """This rank's part of the model, with uninitialised weights, on this process's device.
 
-    It is one piece, or, in an interleaved pipeline, several chunks of layers that do not follow on each other.
+    The list has one model or, in an interleaved pipeline, several chunks of layers that are not adjacent.
     """
     tp = config.tensor_model_parallel_size
     if shape.vocab_size % tp:
@@ -324,8 +350,10 @@ def _build_chunk(shape: ModelShape, config: TransformerConfig, chunk: int | None
 
 
 def _mark_sharded(model: PolicyModel) -> None:
-    """Tell megatron which weights are sharded. It notes so where it initialises them, which we skip; without the
-    mark, the gradient's norm would count only the first rank's part."""
+    """Mark the sharded weights for megatron, which marks them only when it initialises them; we skip that.
+
+    Without the mark, the norm of the gradient would count only the first rank's part.
+    """
     for module in model.modules():
         if not isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
             continue

@@ -1,7 +1,7 @@
-"""What is minimised over the trained tokens: policy losses (GRPO and its relatives) or supervised cross-entropy.
+"""The objectives that training minimises: policy losses (GRPO and its relatives) or supervised cross-entropy.
 
-Every objective returns a loss and metrics that are *sums*: added over micro-batches, data- and context-parallel
-ranks they are those of the whole optimizer step.
+Every objective returns a loss and metrics that are *sums*: added up over micro-batches and over data- and
+context-parallel ranks, they are the loss and the metrics of the whole optimizer step.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sleuth.algo.estimators import Estimator, estimator_loss
-from sleuth.algo.losses import KLKind, kl_estimate, truncated_importance_weights, weighted_sum
+from sleuth.algo.estimators import estimator_loss
+from sleuth.algo.losses import kl_estimate, truncated_importance_weights, weighted_sum
+from sleuth.algo.names import Estimator, KLKind
 from sleuth.algo.sequences import sample_mean_weights
 from sleuth.hooks import load_hook
 from sleuth.megatron import parallel
@@ -24,7 +25,7 @@ _LOG_PROB, _ENTROPY, _MEAN = range(3)
 
 
 class HeadSettings(Protocol):
-    """What decides which numbers the head computes."""
+    """The arguments that decide which numbers the head computes."""
 
     @property
     def loss_type(self) -> str: ...
@@ -36,7 +37,7 @@ class HeadSettings(Protocol):
 
 
 class PolicySettings(Protocol):
-    """The terms of a policy loss and their bounds."""
+    """The arguments that set the terms of a policy loss and their bounds."""
 
     advantage_estimator: Estimator
     eps_clip: float
@@ -54,18 +55,18 @@ class PolicySettings(Protocol):
 
 
 class CorrectionSettings(Protocol):
-    """What becomes of the masks that an importance-sampling hook returns."""
+    """The argument that decides how the masks of an importance-sampling hook are used."""
 
     rejected_in_denominator: bool
     calculate_per_token_loss: bool
 
 
 class ObjectiveSettings(HeadSettings, PolicySettings, Protocol):
-    """What `make_objective` must know."""
+    """The arguments that `make_objective` reads."""
 
 
 def head_options(args: HeadSettings) -> HeadOptions:
-    """What the head computes for the objective of `args`."""
+    """The options of the head for the objective of `args`."""
     if args.loss_type == "sft":
         return HeadOptions(chunk_size=args.log_probs_chunk_size, mean=args.label_smoothing > 0)
     return HeadOptions(
@@ -98,7 +99,7 @@ class _Supervised:
 
 
 class _Policy:
-    """The loss of --advantage-estimator; KL loss, entropy bonus and importance weights where they are asked for."""
+    """The loss of --advantage-estimator, with KL loss, entropy bonus and importance weights if flags ask for them."""
 
     def __init__(self, args: PolicySettings) -> None:
         self.args = args
@@ -154,19 +155,19 @@ def _count(batch: MicroBatch) -> Tensor:
 
 
 class ImportanceSampling:
-    """The importance-sampling hook, called once an optimizer step on all samples of a data-parallel rank.
+    """Calls the importance-sampling hook once for each optimizer step, on all samples of a data-parallel rank.
 
-    The hook gets whole samples (whatever the context parallelism) and `pg_loss` = 1 for each response token: what it
-    makes of that becomes the factor of each token's policy loss, so a hook must multiply `pg_loss`, not add to it.
-    `train_log_probs` are the policy's before the step's updates, at the rollout temperature, and 0 at masked tokens.
-    `reduce(tensor, op="sum" | "max" | "min")` combines a tensor with those of the other data-parallel ranks, for
-    statistics over the whole step.
+    The hook gets whole samples (whatever the context parallelism) and `pg_loss` = 1 for each response token. The
+    `pg_loss` that it returns becomes the factor of each token's policy loss, so a hook must multiply `pg_loss`, not
+    add to it. `train_log_probs` are those of the policy before the step's updates, at the rollout temperature, and 0 at
+    masked tokens. `reduce(tensor, op="sum" | "max" | "min")` combines a tensor with those of the other data-parallel
+    ranks, for statistics over the whole step.
 
-    `path` names the hook, which is given `args` as they are.
+    `path` names the hook; it is given `args` unchanged.
 
-    The masks that the hook returns replace the loss masks in every part of the loss. What it rejected leaves the
-    denominators, too, as if it had never been trainable; with --rejected-in-denominator it stays there. The
-    hook's metrics are numbers, or tensors like `pg_loss` to be averaged over tokens.
+    The masks that the hook returns replace the loss masks in every part of the loss. Tokens that it rejects are left
+    out of the denominators, too, as if they had never been trainable; with --rejected-in-denominator they still count
+    there. The hook's metrics are numbers, or tensors like `pg_loss`, which are averaged over tokens.
     """
 
     def __init__(self, args: CorrectionSettings, path: str) -> None:
@@ -174,7 +175,7 @@ class ImportanceSampling:
         self.hook = load_hook(path, "tis")
 
     def apply(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Reweight the batches by the hook, from their `old_log_probs`; returns the hook's metrics."""
+        """Call the hook with the batches' `old_log_probs`, and set their weights by its result; returns its metrics."""
         packed = [batch.packed for batch in batches]
         train = [
             response
@@ -203,13 +204,13 @@ class ImportanceSampling:
         return averaged
 
     def _kept_share(self, masks: list[Tensor], new_masks: list[Tensor]) -> float:
-        """The new masks' sum over that of the old, over all data-parallel ranks."""
+        """The sum of the new masks divided by that of the old ones, over all data-parallel ranks."""
         sums = torch.tensor([[float(mask.sum()) for mask in part] for part in (masks, new_masks)], dtype=torch.float64)
         old, new = parallel.reduce_over_samples(sums.sum(1)).tolist()
         return new / old if old else 1.0
 
     def _reweight(self, batch: MicroBatch, factors: list[Tensor], masks: list[Tensor], kept: float) -> None:
-        """Give the tokens of a batch the weights of their new masks; those without any are no longer selected."""
+        """Give the tokens of a batch the weights of their new masks; tokens without weight are no longer selected."""
         row = batch.packed
         old, new = row.loss_mask, row.join_responses(masks)
         if not self.args.rejected_in_denominator:
@@ -223,7 +224,7 @@ class ImportanceSampling:
         batch.reselect(scale > 0, weights=batch.weights * scale, policy_weights=batch.weights * scale * factor)
 
     def _mean_metrics(self, metrics: dict[str, Any], masks: list[Tensor]) -> dict[str, float]:
-        """Means over tokens or ranks, over all data-parallel ranks."""
+        """The hook's metrics as means: tensors over all tokens, numbers over all data-parallel ranks."""
         mask = torch.cat(masks)
         sums: dict[str, tuple[float, float]] = {}
         for name, value in metrics.items():

@@ -1,9 +1,9 @@
 """Megatron's Adam with our learning-rate schedule, its metrics, and repairs to its state.
 
-Norms and biases have no weight decay. The state of torch's AdamW, which megatron uses where neither
-TransformerEngine nor Apex is installed, needs two repairs under the distributed optimizer: it must exist before
-it can be saved or loaded, and after a load all parameters share one `step` tensor, which AdamW then advances
-once a parameter instead of once a step. On a GPU its fused kernel is used, which takes no memory of its own.
+Norms and biases have no weight decay. Where neither TransformerEngine nor Apex is installed, megatron uses torch's
+AdamW, whose state needs two repairs under the distributed optimizer: it must exist before it can be saved or loaded,
+and after loading, all parameters share one `step` tensor, which AdamW would advance once per parameter instead of
+once per step. On a GPU its fused kernel is used, which takes no memory of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sleuth.megatron.model import resolve_dtype
 
 
 class ScheduleSettings(Protocol):
-    """The course of the learning rate, in optimizer steps."""
+    """The arguments that set the learning rate over optimizer steps."""
 
     lr: float
     min_lr: float
@@ -42,7 +42,7 @@ class ScheduleSettings(Protocol):
 
 
 class OptimizerSettings(ScheduleSettings, Protocol):
-    """What Adam must know."""
+    """The arguments that Adam needs."""
 
     weight_decay: float
     adam_beta1: float
@@ -58,8 +58,8 @@ class OptimizerSettings(ScheduleSettings, Protocol):
 def learning_rate(args: ScheduleSettings, step: int) -> float:
     """The learning rate of optimizer step `step` (0, 1, ...).
 
-    It rises linearly over --lr-warmup-steps (the first step already moves), then stays or falls to --min-lr at
-    --lr-decay-steps, by a straight line or half a cosine.
+    It rises linearly over --lr-warmup-steps (it is above 0 at the first step already), then stays, or falls to
+    --min-lr at --lr-decay-steps by a straight line or half a cosine.
     """
     if step < args.lr_warmup_steps:
         return args.lr * (step + 1) / args.lr_warmup_steps
@@ -72,7 +72,7 @@ def learning_rate(args: ScheduleSettings, step: int) -> float:
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step did: the gradient's norm before clipping, and the learning rate."""
+    """The results of one optimizer step: the gradient's norm before clipping, and the learning rate."""
 
     grad_norm: float
     lr: float
@@ -95,7 +95,7 @@ class PolicyOptimizer:
             adam_beta1=args.adam_beta1,
             adam_beta2=args.adam_beta2,
             adam_eps=args.adam_eps,
-            # An infinite bound never clips, but megatron computes the norm; with 0 it would not.
+            # With an infinite bound megatron never clips, but still computes the norm; with 0 it would not.
             clip_grad=args.clip_grad or math.inf,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
@@ -115,7 +115,7 @@ class PolicyOptimizer:
         self.inner.zero_grad()
 
     def step(self) -> StepResult:
-        """Clip, update the weights, advance the schedule. FloatingPointError if the gradient is not finite."""
+        """Clip the gradient, update the weights, advance the schedule. FloatingPointError if it is not finite."""
         lr = learning_rate(self.args, self.steps_done)
         self._apply_settings(lr)
         _, grad_norm, _ = self.inner.step()
@@ -201,8 +201,11 @@ def _keep_norm_on_device() -> None:
 
 @functools.cache
 def _keep_step_when_loading() -> None:
-    """Let the distributed optimizer load AdamW's state: it asks the saved tensors of a parameter for its
-    `step`, which was already restored from elsewhere, and copies into leaves that need gradients."""
+    """Inside the block, let the distributed optimizer load AdamW's state.
+
+    It asks the saved tensors of a parameter for `step`, which is saved elsewhere and already restored, and it copies
+    into leaf tensors that need gradients.
+    """
     load = DistributedOptimizer._set_main_param_and_optimizer_states
 
     @torch.no_grad()

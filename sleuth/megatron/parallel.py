@@ -1,4 +1,4 @@
-"""This rank's place among the trainer's processes, and the few collectives the trainer needs."""
+"""This rank's place among the trainer's processes, and the few collective operations that the trainer needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 
 class Layout(Protocol):
-    """How the ranks share the model and its sequences."""
+    """The arguments that say how the ranks share the model and its sequences."""
 
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
@@ -34,7 +34,7 @@ class Layout(Protocol):
 
 
 class ProcessSettings(Layout, Protocol):
-    """What a rank must know to take its place."""
+    """The arguments that a rank needs to take its place."""
 
     seed: int
     cpu_threads_per_actor: int | None
@@ -43,7 +43,7 @@ class ProcessSettings(Layout, Protocol):
 def initialize(args: ProcessSettings, num_layers: int) -> None:
     """Join the process group named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and lay out the ranks.
 
-    `num_layers` of the model says how many chunks a rank has in an interleaved pipeline.
+    `num_layers`, those of the model, decides how many chunks a rank has in an interleaved pipeline.
 
     Raises ValueError if the layout does not divide the number of processes.
     """
@@ -77,7 +77,7 @@ def initialize(args: ProcessSettings, num_layers: int) -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Within, this process is the only rank: in a process group of its own, unless the caller has one."""
+    """Inside the block this process is the only rank, in a process group of its own unless the caller has one."""
     own = not dist.is_initialized()
     if own:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -92,7 +92,7 @@ def alone() -> Iterator[None]:
 
 
 def _chunks(args: Layout, num_layers: int) -> int | None:
-    """Chunks of layers that a pipeline rank holds; None without interleaving."""
+    """The number of chunks of layers that a pipeline rank holds; None without interleaving."""
     if args.num_layers_per_virtual_pipeline_stage is None:
         return None
     layers = args.pipeline_model_parallel_size * args.num_layers_per_virtual_pipeline_stage
@@ -106,7 +106,7 @@ def _chunks(args: Layout, num_layers: int) -> int | None:
 
 
 def length_multiple(args: Layout) -> int:
-    """What each sequence's length must be padded to a multiple of, in this layout."""
+    """The number to a multiple of which each sequence's length must be padded in this layout."""
     return pad_multiple(args.context_parallel_size, args.tensor_model_parallel_size if args.sequence_parallel else 1)
 
 
@@ -115,27 +115,27 @@ def is_last_stage() -> bool:
 
 
 def sum_over_data(values: Tensor) -> Tensor:
-    """Sum in place over data- and context-parallel ranks."""
+    """Sum `values` over data- and context-parallel ranks, in place."""
     dist.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     return values
 
 
 def sum_over_context(values: Tensor) -> Tensor:
-    """The sum over context-parallel ranks, which hold parts of the same samples; a new tensor."""
+    """The sum over context-parallel ranks, which hold parts of the same samples, as a new tensor."""
     values = values.clone()
     dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
     return values
 
 
 def reduce_over_samples(values: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-    """The sum (or else) over data-parallel ranks, which hold different samples; a new tensor."""
+    """The sum (max, min) over data-parallel ranks, which hold different samples, as a new tensor."""
     values = values.clone()
     dist.all_reduce(values, op=_REDUCTIONS[op], group=parallel_state.get_data_parallel_group())
     return values
 
 
 def from_last_stage(values: Tensor) -> Tensor:
-    """What the last pipeline stage holds, on every stage; `values` must have the same shape on all."""
+    """The values of the last pipeline stage, on every stage; `values` must have the same shape on all stages."""
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() > 1:
         dist.broadcast(values, dist.get_global_rank(group, group.size() - 1), group=group)
@@ -143,7 +143,7 @@ def from_last_stage(values: Tensor) -> Tensor:
 
 
 def gather_context(values: Tensor, lengths: list[int]) -> Tensor:
-    """This rank's part [t] of a row -> the whole row [T], in order."""
+    """The whole row [T], in order, from this rank's part [t] of it."""
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return values
@@ -153,7 +153,7 @@ def gather_context(values: Tensor, lengths: list[int]) -> Tensor:
 
 
 def raise_together(error: Exception | None) -> None:
-    """Raise on every rank if any rank has an error, so that none waits for another forever. Collective."""
+    """Raise on every rank if any rank has an error, so that no rank waits for another for ever. Collective."""
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:

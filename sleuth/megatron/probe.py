@@ -1,4 +1,4 @@
-"""Whether a torch_dist checkpoint and a Hugging Face folder compute the same: logits of a few fixed tokens, float32."""
+"""Compares what a torch_dist checkpoint and a Hugging Face folder compute: float32 logits of a few fixed tokens."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _TOKENS = 48
 
 
 def fits_in_memory(num_parameters: int) -> bool:
-    """Whether one float32 copy of the model, and what a forward pass takes, fit into what is free."""
+    """Whether the free memory holds one float32 copy of the model and what a forward pass needs."""
     return num_parameters * 4 * 1.2 + 500e6 < psutil.virtual_memory().available
 
 
 def hf_logits(folder: Path, dtype: torch.dtype) -> Tensor:
-    """Logits [T, V] of transformers' model in float32, whose weights were rounded to `dtype`."""
+    """Logits [T, V] of transformers' model in float32, after its weights were rounded to `dtype`."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -61,5 +61,5 @@ def compare(found: Tensor, expected: Tensor) -> None:
 
 
 def _probe(vocab_size: int) -> Tensor:
-    """Token ids [T] from all over the vocabulary, always the same."""
+    """Token ids [T] spread over the whole vocabulary, always the same ones."""
     return torch.arange(1, _TOKENS + 1) * 7919 % vocab_size

@@ -1,6 +1,6 @@
-"""The frozen reference: weights in host memory that take the policy's place while they are scored.
+"""The frozen reference: weights in host memory that replace those of the policy while they score tokens.
 
-One model on the device serves both. On a GPU the copies are pinned, so that a swap runs at the bus's speed.
+One model on the device serves both. On a GPU the copies are pinned, so that a swap is as fast as the bus allows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Reference:
-    """The weights that the model, in one or several `chunks`, has when this is made."""
+    """A copy of the weights that the model, in one or several `chunks`, has at this moment."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
         self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -22,7 +22,7 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, the model holds the reference's weights; afterwards its own again."""
+        """Inside the block the model has the reference's weights; afterwards it has its own again."""
         self._read(self._policy)
         self._write(self._frozen)
         try:

@@ -1,6 +1,6 @@
-"""torch_dist checkpoints written and read a few tensors at a time, so that a model need not fit into memory.
+"""Writes and reads torch_dist checkpoints a few tensors at a time, so that the model need not fit into memory.
 
-The model that describes the checkpoint is on the meta device: its parameters have shapes, and no values.
+The model that describes the checkpoint is on the meta device: its parameters have shapes, but no values.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ Values = Callable[[torch.nn.Parameter], Tensor]
 
 
 class StreamedSave(SaveShardedStrategy):
-    """Writes a meta model's parameters one after another, with the values that `values` gives when their turn comes.
+    """Writes the parameters of a meta model one after the other, and asks `values` for each when its turn comes.
 
-    The files are those that megatron's own strategy writes.
+    The files are the same as those of megatron's own strategy.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel], values: Values) -> None:
@@ -75,7 +75,7 @@ class StreamedSave(SaveShardedStrategy):
         )
 
     def _fill(self, part: Tensor) -> Tensor:
-        """The values of a part of a parameter, which may be stored in several."""
+        """The values of one part of a parameter; a parameter may be stored in several parts."""
         parameter = self._parameters[_storage(part)]
         if self._last is None or self._last[0] is not parameter:
             self._last = None  # let go of it first
@@ -93,10 +93,10 @@ class _StreamingPlanner(MCoreSavePlanner):
 
 
 class StreamedLoad:
-    """Called with a meta model's parameter, gives its values in the checkpoint `found`, of the parameter's dtype.
+    """A callable that returns the values of a meta model's parameter in the checkpoint `found`, in its dtype.
 
-    Parameters are best asked for in the model's order: some are read at once. ValueError if the checkpoint is of
-    another model, or cannot be read.
+    Ask for parameters in the model's order, because several are read at a time. Raises ValueError if the checkpoint is
+    of another model or cannot be read.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel], found: Path) -> None:
@@ -115,7 +115,7 @@ class StreamedLoad:
         return self._read.pop(id(parameter))
 
     def _read_from(self, parameter: torch.nn.Parameter) -> None:
-        """Read this parameter and those after it, as far as a piece goes."""
+        """Read this parameter and those after it, up to the size of one piece."""
         keys = list(self._waiting)
         wanted: list[ShardedTensor] = []
         size = 0
@@ -143,9 +143,9 @@ class StreamedLoad:
 
 
 def _parts(stored: ShardedTensor | ShardedTensorFactory, values: Tensor) -> list[ShardedTensor]:
-    """What a checkpoint holds of a parameter, as views of its `values`.
+    """The parts in which a checkpoint stores a parameter, as views of its `values`.
 
-    The layer's number is an axis of what is stored. Megatron reads a tensor with such an axis only with all layers.
+    A stored tensor may have the layer's number as an axis; megatron can read it only for all layers at once.
     """
     stored.data = values
     built = stored.build() if isinstance(stored, ShardedTensorFactory) else stored
@@ -162,5 +162,5 @@ def _parts(stored: ShardedTensor | ShardedTensorFactory, values: Tensor) -> list
 
 
 def _storage(tensor: Tensor) -> int:
-    """The same for all views of a tensor, also of one without values."""
+    """A key that all views of a tensor share, even of a tensor without values."""
     return int(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""The trainer: one object a rank, which trains, scores, gives out its weights, and saves.
+"""The trainer: an object on each rank that trains, scores, returns the weights, and saves checkpoints.
 
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     trainer = Trainer(args)
@@ -63,7 +63,7 @@ class TrainerSettings(
     PenaltySettings,
     Protocol,
 ):
-    """What the trainer and its parts read of the settings: `Args` has it all."""
+    """The arguments that the trainer and its parts read; `Args` has all of them."""
 
     hf_checkpoint: str
     ref_load: Path | None
@@ -124,10 +124,11 @@ class Trainer:
         return parallel_state.get_data_parallel_world_size()
 
     def train(self, steps: Sequence[OptimizerStepBatch]) -> dict[str, float]:
-        """Train on this data-parallel rank's share of a step; one optimizer step for each batch.
+        """Train on this data-parallel rank's share of a step, with one optimizer step for each batch.
 
-        Metrics (`train/...`, and what an importance-sampling hook names otherwise) are means over the optimizer
-        steps, equal on all ranks but for times. Raises FloatingPointError when a loss or gradient is not finite.
+        Returns metrics: `train/...`, and those of an importance-sampling hook that have other names. They are means
+        over the optimizer steps and, except for times, equal on all ranks. Raises FloatingPointError if a loss or
+        gradient is not finite.
         """
         per_token = self.args.calculate_per_token_loss or self.args.loss_type == "sft"
         multiple = parallel.length_multiple(self.args)
@@ -143,7 +144,7 @@ class Trainer:
         return {name if "/" in name else f"train/{name}": metrics[name] for name in sorted(metrics)}
 
     def log_probs(self, token_ids: list[int], temperature: float) -> list[float]:
-        """Log-probabilities in nats of tokens 1 .. T-1 of a sequence at `temperature` (0: unscaled, as engines do)."""
+        """Log-probabilities (nats) of tokens 1 .. T-1 of a sequence at `temperature` (0: unscaled, as in engines)."""
         sample = TrainSample(token_ids, 1, [1.0] * (len(token_ids) - 1))
         step = OptimizerStepBatch([[sample]], 1, float(len(token_ids) - 1))
         batch = MicroBatch.build([sample], step, multiple=parallel.length_multiple(self.args), per_token=True)
@@ -156,18 +157,18 @@ class Trainer:
         return parallel.from_last_stage(row)[: len(token_ids) - 1].tolist()
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors in Hugging Face names; every rank must iterate to the end."""
+        """Whole tensors of the model, by Hugging Face name; every rank must iterate to the end."""
         return self.weights.tensors()
 
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
-        """Save a checkpoint of `step` under --save; a failure leaves the earlier ones usable."""
+        """Save a checkpoint of `step` under --save; a failure does not damage earlier checkpoints."""
         if self.args.save is None:
             raise ValueError("--save is not given: there is no folder to save to")
         self.memory.wait()
         self.checkpoints.save(Path(self.args.save), step, rollout_state, keep=self.args.save_keep)
 
     def _load_initial_weights(self) -> None:
-        """From --ref-load if given, else from --hf-checkpoint."""
+        """Load the weights of --ref-load if it is given, else those of --hf-checkpoint."""
         if self.args.ref_load is not None and not is_hf_folder(self.args.ref_load):
             load_weights(self.chunks, self.args.ref_load)
         else:
@@ -184,7 +185,7 @@ class Trainer:
             self.steps_done, self.rollout_state = resumed
 
     def _prepare(self, plan: list[list[MicroBatch]], num_samples: int) -> dict[str, float]:
-        """What must be known before the weights change: log-probabilities, and advantages that depend on them."""
+        """Compute what is needed before the weights change: log-probabilities, and advantages that depend on them."""
         self._score_before_training(plan)
         if not self.args.kl_coef:
             return {}
@@ -194,9 +195,10 @@ class Trainer:
         return self._from_last_stage(metrics)
 
     def _score_before_training(self, plan: list[list[MicroBatch]]) -> None:
-        """Log-probabilities that training will compare with: the reference's, and the policy's own before it changes.
+        """Compute the log-probabilities of the reference, and those of the policy before it changes.
 
-        With one optimizer step the latter are those of its own forward pass, unless they are needed before.
+        If the step has a single optimizer step, its own forward pass gives the latter, so they are computed here only
+        if they are needed before it.
         """
         batches = [batch for step in plan for batch in step]
         options = HeadOptions(self.args.rollout_temperature, self.args.log_probs_chunk_size)
@@ -226,7 +228,7 @@ class Trainer:
         return metrics | {"grad_norm": result.grad_norm, "lr": result.lr}
 
     def _apply_hook(self, batches: list[MicroBatch]) -> dict[str, float]:
-        """The hook's metrics; an error of it is raised on every rank, so that no stage waits for another."""
+        """Call the hook; returns its metrics. An error is raised on all ranks, so that none waits for another."""
         metrics: dict[str, float] = {}
         error = None
         if self._hook and parallel.is_last_stage():
@@ -239,7 +241,7 @@ class Trainer:
         return metrics
 
     def _sum_metrics(self, results: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Sums over micro-batches, data- and context-parallel ranks; {} before the last pipeline stage."""
+        """Sum metrics over micro-batches and data- and context-parallel ranks; {} before the last pipeline stage."""
         if not results:
             return {}
         names = sorted(results[0])

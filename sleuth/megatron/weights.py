@@ -1,7 +1,7 @@
-"""Hugging Face weights <-> the megatron model, for any tensor, pipeline and expert parallel layout.
+"""Maps Hugging Face weights to the megatron model and back, for any tensor, pipeline and expert parallel layout.
 
-Each parameter of the megatron model is one `Entry`: the Hugging Face tensors it is made of, and how it is
-put together and sharded. TransformerEngine's layers keep a norm inside the linear layer after it
+Each parameter of the megatron model is one `Entry`: the Hugging Face tensors of which it consists, and how they are
+put together and sharded. TransformerEngine's layers keep a norm inside the linear layer that follows it
 (`linear_qkv.layer_norm_weight`), local layers beside it; the map knows both names.
 """
 
@@ -31,14 +31,14 @@ _EMBEDDING, _FINAL_NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One parameter of this rank's model, and what it is called and made of in a Hugging Face checkpoint."""
+    """One parameter of this rank's model, and the tensors of a Hugging Face checkpoint of which it consists."""
 
     parameter: torch.nn.Parameter
     hf_names: tuple[str, ...]
     layout: Layout
     expert: bool = False
     tied_copy: bool = False
-    """The last pipeline stage's copy of the embedding."""
+    """Whether this is the copy of the embedding that the last pipeline stage has."""
 
 
 class WeightMap:
@@ -50,17 +50,17 @@ class WeightMap:
 
     @torch.no_grad()
     def load(self, read: Callable[[str], Tensor]) -> None:
-        """Fill the model; `read(name)` gives whole tensors. ValueError names a tensor that does not fit."""
+        """Fill the model; `read(name)` returns whole tensors. ValueError names a tensor that does not fit."""
         for entry in self.entries:
             entry.parameter.copy_(self._local(entry, read))
 
     def check(self, read: Callable[[str], Tensor]) -> None:
-        """ValueError names a tensor that does not fit; those that `read` gives need no values."""
+        """Raise ValueError, which names the tensor, if one does not fit. The tensors of `read` need no values."""
         for entry in self.entries:
             self._local(entry, read)
 
     def values(self, read: Callable[[str], Tensor]) -> Callable[[torch.nn.Parameter], Tensor]:
-        """What `load` would fill a parameter with, when called with it."""
+        """A function that returns, for a parameter, the values with which `load` would fill it."""
         entries = {id(entry.parameter): entry for entry in self.entries}
         return lambda parameter: self._local(entries[id(parameter)], read)
 
@@ -83,9 +83,9 @@ class WeightMap:
     def stage_tensors(
         self, value: Callable[[torch.nn.Parameter], Tensor] = lambda p: p.detach()
     ) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of this pipeline stage in Hugging Face names; collective over tensor and expert parallel ranks.
+        """Whole tensors of this pipeline stage, by Hugging Face name; collective over tensor and expert parallel ranks.
 
-        `value` may give something else of a parameter's shape, such as its gradient.
+        `value` may return something else that has a parameter's shape, such as its gradient.
         """
         for entry in self.entries:
             if entry.tied_copy:
@@ -97,7 +97,7 @@ class WeightMap:
                 yield from zip(entry.hf_names, whole, strict=True)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of the model in Hugging Face names, on every rank; every rank must iterate to the end."""
+        """Whole tensors of the model, by Hugging Face names, on every rank; every rank must iterate to the end."""
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() == 1:
             yield from self.stage_tensors()
@@ -165,7 +165,7 @@ def _entries(model: PolicyModel, shape: ModelShape) -> list[Entry]:
 
 
 def hf_names(shape: ModelShape) -> list[str]:
-    """Every tensor of the whole model, in Hugging Face names."""
+    """The Hugging Face names of all tensors of the whole model."""
     experts = range(shape.num_experts or 0)
     names = {
         f"model.layers.{layer}.{name}"
@@ -178,7 +178,7 @@ def hf_names(shape: ModelShape) -> list[str]:
 
 
 def load_hf_weights(weights: WeightMap, folder: Path) -> None:
-    """Fill the model from a Hugging Face folder; ValueError unless it is of this shape, and holds nothing else."""
+    """Fill the model from a Hugging Face folder; ValueError unless the folder holds exactly this model's tensors."""
     wanted, found = (dataclasses.asdict(shape) for shape in (weights.shape, ModelShape.from_hf(folder)))
     other = [name for name in wanted if wanted[name] != found[name] and name != "max_position_embeddings"]
     if other:
@@ -199,7 +199,7 @@ def checked_weights(folder: Path, shape: ModelShape) -> HfWeights:
 
 
 def _names(model: PolicyModel, shape: ModelShape) -> Iterator[tuple[str, tuple[str, ...], Layout, bool]]:
-    """Candidates (megatron name, Hugging Face names, layout, whether a tied copy); a model has some of them."""
+    """All possible parameters as (megatron name, Hugging Face names, layout, tied copy); a model has some of them."""
     experts = range(0)
     if shape.num_experts:
         local = shape.num_experts // parallel_state.get_expert_model_parallel_world_size()
@@ -240,7 +240,7 @@ def _mlp_names(ours: str, theirs: str) -> Iterator[tuple[str, tuple[str, ...], L
 
 
 def _merge_qkv(whole: list[Tensor], groups: int) -> Tensor:
-    """Queries, keys, values -> megatron's rows: for each group its queries, its key, its value."""
+    """Merge queries, keys and values in megatron's order of rows: for each group its queries, its key, its value."""
     tail = whole[0].shape[1:]
     return torch.cat([tensor.reshape(groups, -1, *tail) for tensor in whole], 1).reshape(-1, *tail)
 

@@ -1,4 +1,4 @@
-"""What a person sees while training runs: a line a step, and log lines that do not tear the progress bar."""
+"""What a person sees while training runs: one line for each step, and log lines that do not break the progress bar."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ EVALUATION_FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """`step 3/60  reward 0.412  EM 0.31 ...`, or an empty string if no number of a step is there."""
+    """`step 3/60  reward 0.412  EM 0.31 ...`, or an empty string if `metrics` has no number of a step."""
     shown = _shown(STEP_FIELDS, metrics, "")
     return f"step {step:>{len(str(num_steps))}}/{num_steps}  {shown}" if shown else ""
 

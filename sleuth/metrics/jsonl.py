@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a step, readable while the run goes on and after it was killed.
+"""`metrics.jsonl`: one JSON object for each step, readable while the run goes on and after it was killed.
 
 A line is `{"step": 3, "timestamp": 1712.5, "reward/mean": 0.4, ...}`: step 0 is the evaluation before
 training, training steps count from 1, the timestamp is in unix seconds. The file never holds a step
@@ -22,7 +22,7 @@ MetricsLine = dict[str, Any]
 
 
 def read_metrics(path: str | Path) -> list[MetricsLine]:
-    """The lines of a metrics file, in order; a last line that a kill has torn is left out.
+    """The lines of a metrics file, in order; a last line that a kill left incomplete is skipped.
 
     Raises ValueError naming the line when any other line is not a JSON object with a step.
     """
@@ -55,8 +55,8 @@ def _parse(text: str) -> MetricsLine | None:
 class MetricsFile:
     """Appends steps to a metrics file.
 
-    Opening it repairs a torn last line and takes away the steps from `first_step` on, which a
-    resumed run does again; what is taken away is kept in `<name>.cut.jsonl` beside it.
+    Opening it repairs an incomplete last line and removes the steps from `first_step` on, because a
+    resumed run does them again; what is removed is kept in `<name>.cut.jsonl` beside it.
     """
 
     def __init__(self, path: Path, *, first_step: int = 1) -> None:
@@ -105,7 +105,7 @@ class MetricsFile:
 
 
 def finite(value: Any) -> float | int | None:
-    """The value as JSON can hold it: also of a tensor or numpy scalar; None for NaN and infinities."""
+    """A value as JSON can hold it, from a number, tensor or numpy scalar; None for NaN and infinities."""
     if isinstance(value, bool | int):
         return int(value)
     number = float(value)

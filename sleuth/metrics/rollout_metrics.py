@@ -1,6 +1,6 @@
 """Metrics of a step's samples and of an evaluation: plain averages and counts, described in docs/metrics.md.
 
-Names end in what they measure; numbers that a sample does not carry are left out, never set to 0.
+A number that a sample does not have is left out of the average, never counted as 0.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ UNKNOWN_SOURCE = "unknown"
 
 
 def rollout_metrics(samples: Sequence[Sample], failed: Sequence[Sample] = ()) -> dict[str, float]:
-    """`reward/...` and `rollout/...` of the samples that a step trains on.
+    """The metrics `reward/...` and `rollout/...` of the samples that a step trains on.
 
-    `failed`, those that others replaced, count only in how trajectories ended: by status and by reason. Averages
-    of rewards are over the samples that have one.
+    `failed` are samples that were replaced: they count only in the metrics on how trajectories ended, by status and by
+    reason. Averages of rewards are over the samples that have a reward.
     """
     if not samples:
         return {"rollout/samples": 0.0}
@@ -103,15 +103,15 @@ def _averages(
 
 
 def evaluation_name(data_set: str, temperature: float) -> str:
-    """`demo`, 0.0 -> `demo/greedy`; `demo`, 1.0 -> `demo/t1.0`: the name under which an evaluation is logged."""
+    """The name under which an evaluation is logged: `demo/greedy` for (`demo`, 0.0), `demo/t1.0` for (`demo`, 1.0)."""
     return f"{data_set}/greedy" if temperature == 0 else f"{data_set}/t{float(temperature)}"
 
 
 def evaluation_metrics(samples: Sequence[Sample], name: str, failed: Sequence[Sample] = ()) -> dict[str, float]:
-    """`eval/<name>/...` of the scored samples of one evaluation, overall, per data source and macro.
+    """The metrics `eval/<name>/...` of one evaluation's scored samples: over all, per data source, and macro.
 
-    `failed`: trajectories whose search or engine failed, which say nothing about the model; they were generated anew,
-    and count as `failed` only. `macro` is the mean over data sources.
+    `failed`: trajectories that a hook, search or engine failed; they say nothing about the model, were generated anew,
+    and count only as `failed`. `macro` is the mean over data sources.
     """
     metrics = {"questions": float(len(samples)), "failed": float(len(failed)), **_evaluation_averages(samples)}
     by_source: dict[str, list[Sample]] = defaultdict(list)
@@ -126,7 +126,7 @@ def evaluation_metrics(samples: Sequence[Sample], name: str, failed: Sequence[Sa
 
 
 def data_source(sample: Sample) -> str:
-    """The data set that a sample's question comes from; slashes, which structure names, become dashes."""
+    """The data set of a sample's question; slashes, which separate the parts of a metric's name, become dashes."""
     return str(sample.metadata.get("data_source") or UNKNOWN_SOURCE).replace("/", "-")
 
 

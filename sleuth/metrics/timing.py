@@ -1,4 +1,4 @@
-"""Seconds spent on the parts of a step."""
+"""Measures the seconds that the parts of a step take."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Sends a step's metrics everywhere they are read: console, `metrics.jsonl`, TensorBoard, W&B.
+"""Sends the metrics of a step to the console, `metrics.jsonl`, TensorBoard and Weights & Biases.
 
     with Tracker(args, run_dir, first_step=steps_done + 1) as tracker:
         tracker.log(0, evaluation_metrics(samples, "demo/greedy"))
         tracker.log(1, metrics)          # training steps count from 1
 
-A step may be logged in parts (training, then evaluation), as long as no later step came between.
+A step may be logged in several parts (training, then evaluation), as long as no later step was logged in between.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrackerArgs(Protocol):
-    """What the tracker reads of the arguments."""
+    """The arguments that the tracker reads."""
 
     @property
     def num_rollout(self) -> int: ...
@@ -41,10 +41,10 @@ class TrackerArgs(Protocol):
 
 
 class Tracker:
-    """The run's log, to be used in `with`.
+    """The run's metrics log; use it in a `with` statement.
 
-    `first_step` > 1 resumes: that step and later ones are taken out of `run_dir`'s metrics, since
-    they are done again. 1 is a new run: nothing of an earlier one stays, its step 0 included.
+    A `first_step` above 1 resumes a run: that step and later ones are removed from the metrics in `run_dir`, because
+    they are done again. 1 is a new run: all metrics of an earlier one are removed, step 0 included.
     """
 
     def __init__(self, args: TrackerArgs, run_dir: str | Path, *, first_step: int = 1) -> None:
@@ -111,7 +111,7 @@ def _tensorboard_writer(run_dir: Path, first_step: int) -> Any:
 
 
 def _start_wandb(args: TrackerArgs, run_dir: Path) -> Any:
-    """A W&B run that a resumed run continues: its id is kept in `wandb_id.txt`."""
+    """Start a W&B run, or continue it if the run is resumed: `wandb_id.txt` holds its id."""
     try:
         import wandb
     except ImportError as error:

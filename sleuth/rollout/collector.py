@@ -1,4 +1,4 @@
-"""Python's garbage collector in a process that holds much for long and answers many requests."""
+"""Settings of Python's garbage collector for a process that keeps many objects and handles many requests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ THRESHOLD = 50_000
 
 
 def relax_garbage_collector() -> None:
-    """Never look again through what exists now (prompts, libraries), and seldom through what is new.
+    """Exempt all objects that exist now (prompts, libraries) from collection, and collect new ones seldom.
 
-    A full collection goes through millions of objects that stay until the end, while every trajectory waits. What has
-    no cycles is freed at once in any case.
+    A full collection goes through millions of objects that stay until the end, while every trajectory waits. Objects
+    without reference cycles are freed at once in any case.
     """
     gc.collect()
     gc.freeze()

@@ -1,10 +1,10 @@
-"""The rollout's way to the engines: token ids in, token ids and log-probabilities out, over HTTP.
+"""The rollout's HTTP client of the engines: token ids in, token ids and log-probabilities out.
 
     async with EngineClient(urls, max_concurrency=256, vocab_size=embedding_size(model_path)) as client:
         generation = await client.generate(input_ids, {"temperature": 1.0, "max_new_tokens": 64})
 
-Requests go to the engines in turn. How many are under way is bounded per engine; the bound holds a place only while a
-request is being answered, so a trajectory that searches holds none.
+Requests go to the engines in turn. The number of requests under way is bounded for each engine; a trajectory that
+searches has no request under way, so it does not count.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_WAIT_SECONDS = 8.0
 WARNING_SECONDS = 5.0
 """Between two warnings of failed attempts."""
 TRANSIENT_STATUS = frozenset({429, 500, 502, 503, 504})
-# What the contract of `generate` needs; the caller's parameters cannot change it.
+# The contract of `generate` needs these parameters, so the caller's cannot change them.
 FIXED_SAMPLING_PARAMS = {
     "no_stop_trim": True,
     "skip_special_tokens": False,
@@ -45,21 +45,21 @@ FIXED_SAMPLING_PARAMS = {
 
 
 class EngineError(StopRunError):
-    """An engine could not be reached, refused a request or answered nonsense; the message names its url."""
+    """An engine could not be reached, refused a request, or gave an unusable answer; the message names its URL."""
 
 
 class _TransientError(EngineError):
-    """Worth another attempt."""
+    """An error after which another attempt may succeed."""
 
 
 class EngineClient:
-    """The engines at `urls`, as one; implements `sleuth.hooks.Engine`.
+    """The engines at `urls`, used as one; implements `sleuth.hooks.Engine`.
 
-    `max_concurrency`: requests under way per engine. `vocab_size`: rows of the model's embedding, which can be more
-    than the tokenizer's; an id beyond it would kill the server, so it never leaves here. `timeout`: seconds for one
+    `max_concurrency`: the most requests under way to one engine. `vocab_size`: rows of the model's embedding, which can
+    be more than the tokenizer's; ids beyond it would kill the server and are never sent. `timeout`: seconds for one
     request.
 
-    All coroutines must run in one event loop, the one of the first call.
+    All coroutines must run in the event loop of the first call.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def generate(self, input_ids: Sequence[int], sampling_params: dict[str, Any]) -> Generation:
-        """Continue `input_ids`; log-probabilities are those at the temperature sampled with, unscaled where it is 0.
+        """Continue `input_ids`; log-probabilities are at the sampling temperature, or unscaled if that is 0.
 
-        Stop strings are kept: `text` ends right after one, `ids` hold the whole token it ended in.
-        Raises ValueError for ids the model has no embedding of, EngineError for anything the engines do.
+        If a stop string ends the generation, `text` ends right after it, and `ids` hold the whole token in which it
+        ends. Raises ValueError for ids for which the model has no embedding, EngineError for errors of the engines.
         """
         self._check_ids(input_ids)
         body = {
@@ -108,8 +108,8 @@ class EngineClient:
     async def score(self, input_ids: Sequence[int]) -> list[float]:
         """The log-probability (nats) of each id but the first, given those before it: T - 1 entries for T ids.
 
-        Always at temperature 1: SGLang divides the logits of tokens it samples by the temperature, those of a prompt
-        never. Compare with a trainer's log-probabilities at temperature 1.
+        The temperature is always 1: SGLang divides the logits of sampled tokens by the temperature, but never those of
+        a prompt. Compare them with the trainer's log-probabilities at temperature 1.
         """
         self._check_ids(input_ids)
         body = {
@@ -126,7 +126,7 @@ class EngineClient:
         return log_probs
 
     async def abort_all(self) -> None:
-        """Ask every engine to end its requests; their `generate` returns with finish_reason "abort"."""
+        """Ask every engine to end its requests; each `generate` under way returns with finish_reason "abort"."""
         await asyncio.gather(*(self._request(url, "abort_request", b'{"abort_all": true}') for url in self.urls))
 
     async def close(self) -> None:
@@ -155,7 +155,7 @@ class EngineClient:
             )
 
     async def _request_with_retries(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Each attempt goes to the next engine in turn; returns the url that answered and what it said."""
+        """Send a request, each attempt to the next engine in turn; returns the URL that answered, and its answer."""
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
         async def attempt() -> tuple[str, dict[str, Any]]:
@@ -172,7 +172,7 @@ class EngineClient:
         )
 
     def _tell(self, state: tenacity.RetryCallState) -> None:
-        """Where an engine dies, all its requests fail at once: the terminal gets one of them, the log file all."""
+        """Log a failed attempt. If an engine dies, all its requests fail at once: only one is shown on the terminal."""
         now = time.monotonic()
         level = logging.INFO if now < self._next_warning else logging.WARNING
         if level == logging.WARNING:
@@ -221,7 +221,7 @@ class EngineClient:
 
 
 def embedding_size(model_path: str | Path) -> int:
-    """The rows of a Hugging Face model's embedding: `vocab_size` of its configuration."""
+    """The number of rows of a Hugging Face model's embedding: `vocab_size` of its configuration."""
     from transformers import AutoConfig
 
     return int(AutoConfig.from_pretrained(model_path).get_text_config().vocab_size)
@@ -246,7 +246,7 @@ def _parse_generation(answer: dict[str, Any], url: str) -> Generation:
 
 
 def _parse_log_probs(entries: list[list[Any]], url: str, what: str) -> tuple[list[int], list[float]]:
-    """Entries are [log-probability, id, text]."""
+    """The ids and log-probabilities in SGLang's entries [log-probability, id, text]."""
     ids, log_probs = [entry[1] for entry in entries], [entry[0] for entry in entries]
     if None in log_probs or not math.isfinite(sum(log_probs)):  # one pass where all is well
         for position, value in enumerate(log_probs):
@@ -267,7 +267,7 @@ def _parse_json(answer: bytes, url: str) -> dict[str, Any]:
 
 
 def _message(answer: bytes) -> str:
-    """What an error answer says, without its JSON wrapping."""
+    """The message in an error answer, without its JSON wrapping."""
     text = answer.decode(errors="replace")
     try:
         error = json.loads(text)["error"]

@@ -1,4 +1,4 @@
-"""Which groups are worth training on: filters for `--dynamic-sampling-filter-path`.
+"""Filters for `--dynamic-sampling-filter-path`, which decide whether a group is trained on.
 
 A filter is `def filter(args, group: list[Sample]) -> bool`: whether to keep a scored group. A rejected
 group is replaced by the next prompt, until the step is full. Write your own in any module, or use one from here:
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def nonzero_reward_std(args: Args, group: list[Sample]) -> bool:
-    """Keep groups whose rewards differ: the others have zero advantage throughout (DAPO, arXiv 2503.14476).
+    """Keep groups whose rewards differ: in all others every advantage is zero (DAPO, arXiv 2503.14476).
 
-    Compares the rewards themselves, since a standard deviation of equal floats may be rounded to
-    more than zero. Raises ValueError for a sample without a reward.
+    It compares the rewards themselves, because rounding can make the standard deviation of equal floats larger
+    than zero. Raises ValueError for a sample without a reward.
     """
     return len({_reward(sample) for sample in group}) > 1
 

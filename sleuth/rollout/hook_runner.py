@@ -1,7 +1,7 @@
-"""Runs the user's hooks on one sample: bounded in time, and a hook that fails costs its own sample only.
+"""Runs the user's hooks on one sample, within a time limit; a hook that fails costs only its own sample.
 
-An exception of a hook makes the sample FAILED, with a reason that is counted, the hook's line in `sample.error`, and
-the traceback in the log. Only StopRunError goes through: it ends the run.
+An exception in a hook makes the sample FAILED: the reason is counted, `sample.error` names the line of the hook, and
+the traceback is logged. Only StopRunError is passed on: it ends the run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Kind = Literal["generate", "reward"]
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """The user's functions, already loaded and signature-checked."""
+    """The user's functions, already loaded, their signatures checked."""
 
     generate: Callable[..., Awaitable[Sample]]
     reward: Callable[..., Awaitable[float | dict[str, float]]]
@@ -41,7 +41,7 @@ class Hooks:
 
 
 def load_hooks(args: Args) -> Hooks:
-    """The hooks that the flags name; ValueError for one that is not there or has another signature."""
+    """The hooks that the flags name; ValueError if one does not exist or has a wrong signature."""
     generate, keep = args.custom_generate_function_path, args.dynamic_sampling_filter_path
     return Hooks(
         generate=load_hook(generate, "generate") if generate else single_turn.generate,
@@ -61,19 +61,19 @@ class _Call:
 
 
 class HookRunner:
-    """Runs generate and reward hooks, and knows which are under way."""
+    """Runs generate and reward hooks, and keeps track of those under way."""
 
     def __init__(
         self, args: Args, hooks: Hooks, on_error: Callable[[Sample, BaseException], None] | None = None
     ) -> None:
-        """`on_error` is told what a hook raised, beside the log."""
+        """`on_error` is called with what a hook raised, in addition to the log."""
         self.args, self.hooks, self._on_error = args, hooks, on_error
         self.finished = 0
         self._takes_evaluation = accepts_evaluation(hooks.generate)
         self._calls: dict[int, _Call] = {}
 
     async def run(self, sample: Sample, params: dict[str, Any], evaluation: bool) -> Sample:
-        """The finished and scored sample; FAILED, with the reason, where a hook failed. StopRunError goes through."""
+        """The finished and scored sample, or a FAILED one with the reason if a hook failed. Passes on StopRunError."""
         extra = {"evaluation": evaluation} if self._takes_evaluation else {}
         try:
             async with self._call("generate", sample):
@@ -89,17 +89,20 @@ class HookRunner:
 
     @asynccontextmanager
     async def _call(self, kind: Kind, sample: Sample) -> AsyncIterator[None]:
-        """A hook under way: watched, bounded by `--hook-timeout`, its errors turned into a _HookFailedError."""
+        """Watch the hook in the block, bound it by `--hook-timeout`, and raise its errors as _HookFailedError."""
         call = _Call(kind, sample, asyncio.current_task(), time.monotonic())
         self._calls[id(call)] = call
         limit = asyncio.timeout(self.args.hook_timeout)
         try:
             async with limit:
                 yield
-        except StopRunError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise self._failure(kind, sample, error, timed_out=limit.expired()) from None
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and call.task is not None and call.task.cancelling():
+                raise  # the rollout ends; else the hook awaited something that others cancelled
+            cause = _cause(error)
+            if isinstance(cause, StopRunError):
+                raise cause from None
+            raise self._failure(kind, sample, cause, timed_out=limit.expired()) from None
         finally:
             del self._calls[id(call)]
 
@@ -115,10 +118,11 @@ class HookRunner:
         if isinstance(error, FailSample):
             return _HookFailedError(error.reason, f"{where}: {error}")
         reason = StopReason.HOOK_ERROR if kind == "generate" else StopReason.REWARD_ERROR
-        return _HookFailedError(reason, f"{where}: {type(error).__name__}: {error}{_place(error)}")
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")  # some errors say nothing
+        return _HookFailedError(reason, f"{where}: {text}{_place(error)}")
 
     async def watch(self) -> None:
-        """Tell, for as long as this runs, when nothing has finished for a while."""
+        """Run until cancelled; log a line whenever nothing has finished for a while."""
         seen = self.finished
         while True:
             await asyncio.sleep(QUIET_SECONDS)
@@ -127,7 +131,7 @@ class HookRunner:
             seen = self.finished
 
     def describe(self) -> str:
-        """How many trajectories are under way, and where the oldest waits."""
+        """A sentence that says how many trajectories are under way, and where the oldest one waits."""
         oldest = min(self._calls.values(), key=lambda call: call.start)
         seconds = time.monotonic() - oldest.start
         return (
@@ -138,19 +142,30 @@ class HookRunner:
 
 
 class _HookFailedError(Exception):
-    """What becomes of a sample whose hook failed."""
+    """A hook failed; holds what its sample is to be finished with."""
 
     def __init__(self, reason: StopReason | str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
 
 
+def _cause(error: BaseException) -> BaseException:
+    """The error itself; of a group, as an asyncio.TaskGroup in a hook raises it, what says most of its members."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    causes = [_cause(inner) for inner in error.exceptions]
+    told = [cause for kind in (StopRunError, FailSample) for cause in causes if isinstance(cause, kind)]
+    return (told or causes)[0]
+
+
 def _checked(returned: Any) -> Sample:
-    """What a generate hook returned, if it is a finished sample whose trace can be trained on; else ValueError."""
+    """Return what a generate hook returned if it is a finished sample with a valid trace; else raise ValueError."""
     if not isinstance(returned, Sample):
         raise ValueError(f"expected the finished Sample, found {type(returned).__name__}; end with `return sample`")
     if returned.status is SampleStatus.PENDING:
         raise ValueError("expected a finished sample, found one that is still PENDING; call sample.finish(...)")
+    if returned.stop_reason is None:
+        raise ValueError("expected a finished sample, found one without a reason; call sample.finish(...)")
     if returned.status not in UNUSABLE:
         returned.trace.check(_vocab_size())
     return returned
@@ -168,18 +183,18 @@ def _name(hook: Any) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """` (my_hook.py:12)`: the innermost line of the user's own code, as far as there is one."""
+    """The innermost line of the user's own code, as in ` (my_hook.py:12)`; empty if there is none."""
     frames = _user_frames(error)
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 def user_traceback(error: BaseException) -> str:
-    """The error with the lines of the user's own code that led to it, as a traceback shows them."""
+    """A traceback of the error that shows only lines of the user's own code."""
     return "".join([*traceback.format_list(_user_frames(error)), *traceback.format_exception_only(error)])
 
 
 def _user_frames(error: BaseException | None) -> list[traceback.FrameSummary]:
-    """Those of the user's own code, outermost first; of what the error came from where it has none itself."""
+    """The frames of the user's own code, outermost first; if the error has none, those of the error that caused it."""
     while error is not None:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
         if frames:
@@ -201,7 +216,7 @@ def _is_standard(filename: str) -> bool:
 
 
 def _waits_at(task: asyncio.Task[Any] | None) -> str:
-    """`my_hook.py:12 in judge`: the innermost line of the user's own code at which a task waits."""
+    """The innermost line of the user's own code at which a task waits, as in `my_hook.py:12 in judge`."""
     awaited: Any = task.get_coro() if task is not None else None
     places = []
     while awaited is not None:

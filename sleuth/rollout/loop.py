@@ -1,7 +1,7 @@
 """The generation loop: many trajectories in flight, failed ones replaced, groups kept in order.
 
-It knows the hooks and the engine's protocol, not Ray, not Megatron. Concurrency is bounded where
-the resource is: by the engine client and by the hook's search client, not here.
+It knows the hooks and the engine's protocol, but not Ray and not Megatron. Concurrency is not bounded here, but by
+the clients of the scarce resources: the engine client and the hook's search client.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ MAX_FILTERED_RATIO = 30
 
 
 class RolloutError(RuntimeError):
-    """Too many trajectories of a step failed for the step to mean anything."""
+    """So many trajectories of a step failed that the step would be meaningless."""
 
 
 @dataclass(slots=True)
 class FailureBudget:
-    """Collects the failed trajectories of a step; the one that is too many stops it."""
+    """Collects the failed trajectories of a step, and stops the step when there are too many."""
 
     allowed: int
     failed: list[Sample] = field(default_factory=list)
@@ -61,7 +61,7 @@ def _remedy(sample: Sample) -> str:
 
 @dataclass(slots=True)
 class Rollout:
-    """The kept groups of a step or an evaluation, in the order of the prompt data, and what was left out."""
+    """The kept groups of a step or an evaluation, in the order of the prompt data, and what was dropped."""
 
     groups: list[list[Sample]] = field(default_factory=list)
     failed: list[Sample] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Rollout:
 
 
 def sampling_parameters(args: Args, *, temperature: float, top_p: float, max_new_tokens: int) -> dict[str, Any]:
-    """What a generate hook gets as `sampling_params`."""
+    """The `sampling_params` that a generate hook gets."""
     return {
         "temperature": temperature,
         "top_p": top_p,
@@ -84,7 +84,7 @@ def sampling_parameters(args: Args, *, temperature: float, top_p: float, max_new
 
 
 def rollout_parameters(args: Args) -> dict[str, Any]:
-    """The `sampling_params` of what is trained on."""
+    """The `sampling_params` of rollouts, which are trained on."""
     return sampling_parameters(
         args,
         temperature=args.rollout_temperature,
@@ -130,7 +130,7 @@ class GenerationLoop:
         return rollout
 
     async def evaluate(self, rows: Iterable[PromptRow], temperature: float) -> Rollout:
-        """Generate and score each row `n_samples_per_eval_prompt` times; a group a row, in the rows' order.
+        """Generate and score each row `n_samples_per_eval_prompt` times; returns one group for each row, in order.
 
         A failed trajectory is generated anew, as in `rollout`.
         """
@@ -174,7 +174,7 @@ class GenerationLoop:
                     for group in groups
                 ]
         except BaseExceptionGroup as errors:
-            # One cause is what a reader needs; the other tasks were cancelled because of it.
+            # Raise only the first error: the other tasks were cancelled because of it.
             raise _portable(next(_leaves(errors))) from None
         finally:
             watch.cancel()
@@ -199,7 +199,7 @@ def _group(row: PromptRow, group_index: int, size: int) -> list[NewSample]:
 
 
 def fresh_sample(row: PromptRow, group_index: int, index: int) -> Sample:
-    """A sample of a prompt, before anything is generated."""
+    """A new sample of a prompt, without a response."""
     return Sample(
         index=index,
         group_index=group_index,
@@ -221,7 +221,7 @@ def _leaves(errors: BaseExceptionGroup) -> Iterator[BaseException]:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error, or its text in one that can be sent to another process, as those of some libraries cannot."""
+    """The error itself if it can be pickled, else one with its text: errors of some libraries cannot."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

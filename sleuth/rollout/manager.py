@@ -1,7 +1,7 @@
-"""The rollout side of a run: prompt data, hooks and engines on one end, training batches on the other.
+"""Makes training batches from prompt data, hooks and engines.
 
-`RolloutManager` drives real engines; `SupervisedManager` reads finished trajectories and needs none.
-Both are plain classes; `sleuth.cluster` makes Ray actors of them.
+`RolloutManager` drives real engines; `SupervisedManager` reads finished trajectories and needs no engines.
+Both are plain classes; `sleuth.cluster` runs them in Ray actors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class StepData:
-    """One step's data: `shards[data-parallel rank][optimizer step]`, and its metrics."""
+    """The data of one step, `shards[data-parallel rank][optimizer step]`, and its metrics."""
 
     shards: list[list[OptimizerStepBatch]]
     metrics: dict[str, float]
@@ -44,7 +44,7 @@ class RolloutManager:
     """Generates, scores and packs the samples of a step; evaluates; probes the engines."""
 
     def __init__(self, args: Args, run_dir: Path) -> None:
-        """Load the data and the hooks. Raises ValueError for anything in them that does not fit."""
+        """Load the data and the hooks. Raises ValueError if something in them is wrong."""
         self.args, self.run_dir = args, run_dir
         self.loop = GenerationLoop(args, load_hooks(args))
         self.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
@@ -55,11 +55,11 @@ class RolloutManager:
         self.eval_rows = {
             name: load_rows(path, args, self.tokenizer, evaluation=True) for name, path in args.eval_sets.items()
         }
-        # One event loop for the whole run: the hooks' HTTP sessions live as long as it does.
+        # The whole run uses one event loop: the HTTP sessions of the hooks live as long as it does.
         self._runner = asyncio.Runner()
 
     def connect(self, engine_urls: list[str], state: dict[str, Any]) -> None:
-        """Use these engines, and go on from a checkpoint's `state` ({} in a new run)."""
+        """Use the engines at these URLs, and restore the `state` of a checkpoint ({} in a new run)."""
         self.engine = self._client(engine_urls)
         if state:
             self.stream.load_state_dict(state["stream"])
@@ -91,12 +91,12 @@ class RolloutManager:
         return metrics
 
     def probe_ids(self) -> list[int]:
-        """A fixed sequence on which engines and trainer must agree."""
+        """A fixed sequence of token ids on whose log-probabilities engines and trainer must agree."""
         ids = self.rows[0].prompt_ids[:PROBE_TOKENS]
         return ids if len(ids) > 1 else ids * 2  # the first has no log-probability, so one alone shows nothing
 
     def probe_engines(self) -> list[list[float]]:
-        """Each engine's log-probabilities of the probe's tokens after the first, in nats, at temperature 1."""
+        """For each engine the log-probabilities (nats, temperature 1) of the probe's tokens after the first."""
         return self._run(self._score_everywhere(self.probe_ids()))
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
@@ -122,7 +122,7 @@ class RolloutManager:
 
 
 class SupervisedManager:
-    """Reads finished trajectories (`--loss-type sft`) in place of generating them; the same interface, no engines."""
+    """As RolloutManager, but reads finished trajectories (`--loss-type sft`) and needs no engines."""
 
     def __init__(self, args: Args) -> None:
         self.args = args
@@ -131,7 +131,7 @@ class SupervisedManager:
         self.stream = load_sft_rows(args.prompt_data, tokenizer, seed=args.seed, shuffle=args.rollout_shuffle)
 
     def connect(self, engine_urls: list[str], state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's `state` ({} in a new run); there are no engines."""
+        """Restore the `state` of a checkpoint ({} in a new run); there are no engines."""
         if state:
             self.stream.load_state_dict(state["stream"])
 
@@ -141,11 +141,11 @@ class SupervisedManager:
         return StepData(shard_batch(self.args, samples), {"rollout/tokens": float(tokens)})
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Nothing: there is no engine that could answer."""
+        """No metrics: there is no engine that could answer."""
         return {}
 
     def probe_ids(self) -> list[int]:
-        """None: there is no engine that could differ."""
+        """No ids: there is no engine that could differ from the trainer."""
         return []
 
     def probe_engines(self) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""What is taken off the reward hook's rewards before they are trained on; evaluation is not touched.
+"""Penalties on the rewards of the reward hook before they are trained on; evaluation stays as it is.
 
 The KL penalty (`--kl-coef`) is not here: it needs the trainer's log-probabilities (`sleuth.megatron.kl_penalty`).
 """
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def shape_rewards(args: Args, samples: Sequence[Sample]) -> dict[str, float]:
     """Add DAPO's overlong penalty to the samples' rewards, if `--overlong-buffer-len` asks for it; returns metrics.
 
-    What counts is a trajectory's longest turn: it is turns that `--rollout-max-response-len` cuts off. The penalty
-    is put among the reward's components as `overlong_penalty`. Filters have seen the reward without it.
+    The longest turn of a trajectory decides, because `--rollout-max-response-len` limits turns. The penalty becomes a
+    component of the reward, `overlong_penalty`. Filters have already seen the reward without it.
     """
     if args.overlong_buffer_len is None:
         return {}
@@ -39,5 +39,5 @@ def shape_rewards(args: Args, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def longest_turn(sample: Sample) -> int:
-    """Tokens of the trajectory's longest generation; 0 if the model generated nothing."""
+    """The number of tokens in the longest turn of the model; 0 if it generated nothing."""
     return max((s.end - s.start for s in sample.trace.segments if s.source == "model"), default=0)

@@ -1,4 +1,4 @@
-"""From scored groups to what the trainer's ranks get: advantages, optimizer steps, micro-batches."""
+"""Turns scored groups into the data of the trainer's ranks: advantages, optimizer steps, micro-batches."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from sleuth.sample import Sample, TrainSample
 
 
 def train_samples(args: Args, groups: list[list[Sample]]) -> list[TrainSample]:
-    """Every sample of every group, with its advantage on each response token.
+    """Every sample of every group as a TrainSample, with its advantage at each response token.
 
-    Not with `--kl-coef`: rewards are then whole only in the trainer, and advantages are made there, alike
-    (`sleuth.megatron.kl_penalty`).
+    With `--kl-coef` the advantages stay empty: the rewards are complete only in the trainer, which computes the
+    advantages (`sleuth.megatron.kl_penalty`).
     """
     samples = [sample for group in groups for sample in group]
     if args.kl_coef:
@@ -47,7 +47,7 @@ def _train_sample(sample: Sample, advantage: float | None, index: int) -> TrainS
 
 
 def shard_batch(args: Args, samples: list[TrainSample]) -> list[list[OptimizerStepBatch]]:
-    """What each data-parallel rank trains on: `[rank][optimizer step]`.
+    """The data of each data-parallel rank: `[rank][optimizer step]`.
 
     Samples are cut into optimizer steps of `--global-batch-size`, each step into micro-batches of at
     most `--max-tokens-per-gpu` (times the context-parallel size) or of `--micro-batch-size` samples.

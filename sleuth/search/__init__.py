@@ -1,4 +1,4 @@
-"""The parts of a search environment that do not depend on a protocol or a backend."""
+"""The parts of searching that depend neither on a tag protocol nor on a backend."""
 
 from sleuth.search.http import (
     QueryError,

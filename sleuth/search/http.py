@@ -52,9 +52,9 @@ class SearchError(RuntimeError):
 
 
 class QueryError(ValueError):
-    """A search was refused for its query: the doing of who wrote it, not of the backend.
+    """The backend refused a query: the fault of its author, not of the backend.
 
-    Not a SearchError, so that it is neither retried nor counted as a failure. `reason` is what the server said,
+    It is not a SearchError, so it is neither retried nor counted as a failure. `reason` is what the server said,
     without its address.
     """
 
@@ -69,9 +69,9 @@ _UNSENDABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffd]")
 
 
 def clean_query(query: str) -> str:
-    """The query as it can be sent; QueryError if nothing is left of it.
+    """The query in a form that can be sent; QueryError if nothing is left of it.
 
-    What no server can read becomes a space: lone surrogates, U+FFFD, and control characters but for whitespace.
+    Characters that no server can read become spaces: lone surrogates, U+FFFD, and control characters except whitespace.
     """
     if re.search("[\ud800-\udfff]", query):  # two that make a pair are one character
         query = query.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -82,10 +82,10 @@ def clean_query(query: str) -> str:
 
 
 def is_query_fault(error: BaseException) -> bool:
-    """Whether an error of someone's own backend is about the query rather than the backend.
+    """Whether an error that a user's own backend raised is the fault of the query rather than of the backend.
 
-    So are QueryError and ValueError, but for those about what came back (JSON, text, pydantic's) or what was
-    connected to; and the errors of HTTP clients (aiohttp, requests, httpx) for a status in QUERY_STATUS.
+    It is for a QueryError, for a ValueError unless that is about the answer (JSON, text, pydantic) or the address, and
+    for errors of HTTP clients (aiohttp, requests, httpx) that report a status in QUERY_STATUS.
     """
     status = getattr(error, "status", getattr(getattr(error, "response", None), "status_code", None))
     if isinstance(status, int):
@@ -98,10 +98,10 @@ def is_query_fault(error: BaseException) -> bool:
 
 
 async def request_text(method: str, url: str, *, timeout: float, hidden: str | None = None, **options: Any) -> str:
-    """The body of an answer with status 200, as UTF-8, which JSON is.
+    """Send a request; returns the body of an answer with status 200, decoded as UTF-8 (the encoding of JSON).
 
     `timeout`: seconds, redirects and reading included. Messages name the URL and what was answered, never the
-    request's headers or body. `hidden` is a secret that an answer could repeat: it is taken out.
+    headers or the body of the request. `hidden` is a secret that is removed from messages, should an answer repeat it.
 
     Raises QueryError for a status in QUERY_STATUS, SearchError for everything else: another status, no answer in
     time, more than MAX_ANSWER_BYTES, a redirect that would lose the query or lead a secret elsewhere.
@@ -146,7 +146,7 @@ async def _request(method: str, url: str, name: str, hidden: str | None, options
 
 
 def _redirected(response: aiohttp.ClientResponse, location: str, name: str, secret: bool) -> URL:
-    """Where a redirect leads; SearchError if the request cannot go there as it is."""
+    """The URL to which a redirect leads; SearchError if the request cannot be sent there unchanged."""
     told = f"{name}: status {response.status}, a redirect to {location[:200]!r}"
     try:
         target = response.url.join(URL(location))
@@ -179,7 +179,7 @@ def _hide(text: str, secret: str | None) -> str:
 
 
 def status_error(response: aiohttp.ClientResponse, name: str, text: str) -> SearchError | QueryError:
-    """The error for an answer with another status than 200; it quotes the beginning of `text`."""
+    """The error for an answer whose status is not 200; it quotes the beginning of `text`."""
     status = response.status
     message = f"{name}: status {status}: {text[:200]!r}"
     if status in QUERY_STATUS:
@@ -193,7 +193,7 @@ def status_error(response: aiohttp.ClientResponse, name: str, text: str) -> Sear
 
 
 def _reason(text: str) -> str:
-    """What an answer says went wrong, from its JSON where it has a usual form."""
+    """The reason in an error answer, taken from its JSON if that has a usual form, else the text."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
@@ -205,7 +205,7 @@ def _reason(text: str) -> str:
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """A Retry-After header, seconds or a date, in seconds from now; None if there is none to be understood."""
+    """The seconds to wait by a Retry-After header (seconds or a date); None if it is missing or unreadable."""
     if retry_after is None:
         return None
     try:
@@ -219,10 +219,10 @@ def _seconds(retry_after: str | None) -> float | None:
 
 
 async def with_search_retries(attempt: Callable[[], Awaitable[T]], retries: int) -> T:
-    """What the attempt returns; its last SearchError after `retries` further attempts, any other error at once.
+    """Call `attempt` until it succeeds; raises the last SearchError after `retries` retries, any other error at once.
 
-    Waits grow exponentially, each at least half of what it is at most, or are as long as the server asked; none exceeds
-    MAX_WAIT_SECONDS.
+    Waits grow exponentially and are drawn from the upper half of their range, or are as long as the server asks; none
+    exceeds MAX_WAIT_SECONDS.
     """
     return await with_retries(
         attempt,
@@ -245,7 +245,7 @@ def _wait_seconds(state: tenacity.RetryCallState) -> float:
 
 
 def search_session() -> aiohttp.ClientSession:
-    """A session for backends; their callers bound how many requests are under way."""
+    """A session for backends, without a limit on connections: the callers bound how many requests are under way."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         cookie_jar=aiohttp.DummyCookieJar(),  # a search is on its own
@@ -259,7 +259,7 @@ _sessions: dict[
 
 
 async def shared_session(make: MakeSession = search_session) -> aiohttp.ClientSession:
-    """This event loop's one session of its kind; closed when the loop shuts down its asynchronous generators."""
+    """The session that `make` makes once for each event loop; closed when the loop shuts down its async generators."""
     key = asyncio.get_running_loop(), make
     if key not in _sessions or _sessions[key][1].closed:
         for ended in [other for other in _sessions if other[0].is_closed()]:

@@ -1,4 +1,4 @@
-"""Observations: what a model reads after a search, as token ids."""
+"""Makes observations: the token ids that a model reads after a search."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ CHARACTERS_A_TOKEN = 16
 
 
 class Passage(NamedTuple):
-    """What was found, apart from where; `title` may be empty."""
+    """A passage that was found; `title` may be empty."""
 
     title: str
     text: str
 
 
 def to_passage(item: Any) -> Passage:
-    """A search result as title and text.
+    """Title and text of a search result.
 
-    Takes `{"document": {"contents": ...}}`, a document itself, `{"title", "text"}`, or the contents as
-    a string, whose first line is the title, usually in quotes; without them, a line longer than LONGEST_TITLE is text.
-    Raises ValueError on anything else.
+    It takes `{"document": {"contents": ...}}`, a document itself, `{"title", "text"}`, or the contents as a string.
+    The first line of contents is the title, usually in quotes; a longer line than LONGEST_TITLE without quotes is text.
+    Raises ValueError for anything else.
     """
     document = item.get("document", item) if isinstance(item, dict) else item
     if isinstance(document, Passage) and all(isinstance(part, str) for part in document):
@@ -52,7 +52,7 @@ def to_passage(item: Any) -> Passage:
 
 
 def title_text(title: Any) -> str:
-    """A title on one line; "" if there is none (null, or NaN, as tables have it)."""
+    """A title on one line; "" if there is none (null, or NaN, as in tables)."""
     return " ".join(str(title).split()) if isinstance(title, str | int) else ""
 
 
@@ -69,11 +69,11 @@ def format_observation(passages: Sequence[Any], tokenizer: PreTrainedTokenizerBa
     """The token ids of an observation: what the model reads after a search.
 
     The text is `\\n\\n<information>Doc 1(Title: ...) ...\\nDoc 2(Title: ...) ...</information>\\n\\n`, encoded
-    on its own, at most `max_tokens` long. Longer passages are shortened first, each to the same share,
-    at a word; the last ones go where too little is left for all. The closing tag always survives, even
-    where `max_tokens` is less than the empty frame needs. Protocol tags and special tokens inside
-    passages are neutralised: they must not act. A title has at most LONGEST_TITLE characters; passages with neither
-    title nor text are left out. Takes whatever `to_passage` takes.
+    on its own, at most `max_tokens` long. If it is too long, the longest passages are shortened first, to equal
+    lengths and at a word; if that leaves too little for each, the last passages are dropped. The closing tag is always
+    kept, even if `max_tokens` is less than the empty frame needs. Protocol tags and special tokens inside passages are
+    changed so that they have no effect. A title has at most LONGEST_TITLE characters; passages with neither title nor
+    text are left out. Items may be anything that `to_passage` takes.
     """
     found = filter(any, map(to_passage, passages))
     longest = max_tokens * CHARACTERS_A_TOKEN
@@ -82,13 +82,13 @@ def format_observation(passages: Sequence[Any], tokenizer: PreTrainedTokenizerBa
 
 
 def _clip(text: str, characters: int) -> str:
-    """The text's first characters, back to the last whole word where the script has words."""
+    """The first characters of a text, up to the last whole word if the script has words."""
     return text if len(text) <= characters else _cut_at_word(text, max(characters, 0))
 
 
 @lru_cache(maxsize=1024)
 def _observation(passages: tuple[Passage, ...], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> tuple[int, ...]:
-    """Cached, as the samples of a group often find the same."""
+    """The ids of an observation; cached, because the samples of a group often find the same passages."""
     lines = [_line(number, passage, tokenizer) for number, passage in enumerate(passages, start=1)]
     encoding = encode(_frame(lines), tokenizer)
     if len(encoding.ids) <= max_tokens:
@@ -120,7 +120,7 @@ def _empty_observation(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def _token_starts(lines: Sequence[str], encoding: Encoding) -> list[list[int]]:
-    """For each line where its tokens start in it, characters from its beginning."""
+    """For each line the positions, in characters from its beginning, at which its tokens start."""
     starts = [start for start, _ in encoding.offsets]
     found, line_start = [], len(OBSERVATION_HEAD)
     for line in lines:
@@ -140,7 +140,7 @@ def _frame(lines: Sequence[str]) -> str:
 
 
 def _fair_shares(lengths: Sequence[int], budget: int) -> list[int]:
-    """Tokens for each passage: short ones whole, the rest split equally among the long ones."""
+    """How many tokens each passage may have: short ones all of theirs, the long ones equal shares of the rest."""
     shares = [0] * len(lengths)
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     for rank, index in enumerate(order):
@@ -150,7 +150,7 @@ def _fair_shares(lengths: Sequence[int], budget: int) -> list[int]:
 
 
 def _cut(line: str, token_starts: Sequence[int], tokens: int) -> str:
-    """The line's first `tokens` tokens, back to the last whole word where the script has words."""
+    """The first `tokens` tokens of a line, up to the last whole word if the script has words."""
     if tokens >= len(token_starts):
         return line
     return _cut_at_word(line, token_starts[tokens])  # not within a character whose bytes are several tokens
@@ -165,12 +165,12 @@ def _cut_at_word(line: str, end: int) -> str:
 
 
 def _holds_text(cut: str, line: str) -> bool:
-    """Whether a shortened line holds more than `Doc 1(Title: ...)`: text after the first `) `, if it had any."""
+    """Whether a shortened line still has text after `Doc 1(Title: ...)`, or never had any."""
     return cut == line or ") " in cut
 
 
 def _neutral(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text with a space after the first character of whatever could act: `<answer>` -> `< answer>`."""
+    """The text with a space after the first character of all tags and special tokens: `<answer>` -> `< answer>`."""
     text = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be encoded
     return _acting_text(tokenizer).sub(lambda match: match[0][0] + " " + match[0][1:], text)
 

@@ -1,8 +1,8 @@
-"""Web pages behind search results: fetched with limits, decoded, and reduced to what stands around the snippets.
+"""Fetches the web pages behind search results, within limits, and reduces them to the text around the snippets.
 
-A link comes from a stranger. So only http and https are followed, only to public addresses (checked for every
-redirect, and at the moment of connecting, so that a name cannot change in between), a few megabytes and
-seconds at most. A page that cannot be had or is not HTML is None: its snippet still stands.
+Links come from strangers. So only http and https are followed, and only to public addresses; each redirect is checked,
+and the address again at the moment of connecting, because a name may change in between. Size and time are limited. For
+a page that cannot be fetched or is not HTML the result is None, and the caller keeps the snippet.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ HEADERS = {
 
 
 async def page_contexts(links: Sequence[str], snippets: Sequence[str], *, proxy: str | None = None) -> list[str | None]:
-    """For each link the text around its snippet; None where the page or the snippet in it cannot be had.
+    """For each link the text around its snippet; None if the page cannot be fetched or does not hold the snippet.
 
-    Eight pages at once, PAGE_SECONDS for each, reading included.
+    Up to eight pages are fetched at once, each within PAGE_SECONDS, reading included.
     """
     places = asyncio.Semaphore(CONCURRENT_PAGES)
     session = await shared_session(_proxied_session if proxy else _direct_session)
@@ -66,7 +66,7 @@ def _direct_session() -> aiohttp.ClientSession:
 
 
 def _proxied_session() -> aiohttp.ClientSession:
-    """Without the resolver: it would refuse a proxy in the local network."""
+    """A session without PublicResolver, which would refuse a proxy in the local network."""
     connector = aiohttp.TCPConnector(limit=0, limit_per_host=CONNECTIONS_PER_HOST)
     return aiohttp.ClientSession(connector=connector, headers=HEADERS, cookie_jar=aiohttp.DummyCookieJar())
 
@@ -75,7 +75,7 @@ def _proxied_session() -> aiohttp.ClientSession:
 
 
 async def fetch_page(session: aiohttp.ClientSession, link: str, proxy: str | None = None) -> str | None:
-    """The HTML at a link, or None if it is something else. Raises ValueError for an address that is not public."""
+    """The HTML at a link, or None if it is not HTML. Raises ValueError for an address that is not public."""
     url = URL(link)
     for _ in range(MAX_REDIRECTS + 1):
         await check_public(url, proxy)
@@ -92,7 +92,7 @@ async def fetch_page(session: aiohttp.ClientSession, link: str, proxy: str | Non
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """The body, decompressed, up to the limit; what is beyond is not read."""
+    """The body, decompressed, up to the limit; the rest is not read."""
     data = bytearray()
     async for chunk in response.content.iter_chunked(64 * 1024):
         data += chunk
@@ -102,7 +102,7 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the public internet, also where IPv6 wraps an IPv4 address."""
+    """Whether an IP address belongs to the public internet; an IPv4 address inside an IPv6 one is checked, too."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         wrapped = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None) or _nat64(ip)
@@ -118,10 +118,10 @@ def _nat64(ip: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
 
 
 async def check_public(url: URL, proxy: str | None = None) -> None:
-    """ValueError unless the URL is http(s) and, as far as can be told before connecting, of a public host.
+    """Raise ValueError unless the URL is http(s) and its host is public, as far as that is known before connecting.
 
-    Without a proxy names are checked when they are resolved to connect (`PublicResolver`). With one, the proxy
-    resolves them; a name of the local network is refused where this machine can tell.
+    Without a proxy, names are checked when they are resolved to connect (`PublicResolver`). A proxy resolves names
+    itself; then a name of the local network is refused if this machine can resolve it.
     """
     host = url.host
     if url.scheme not in ("http", "https") or not host:
@@ -145,7 +145,7 @@ async def _addresses(host: str) -> list[str]:
 
 
 class PublicResolver(AbstractResolver):
-    """Resolves names, and refuses those with an address that is not public."""
+    """Resolves names, and refuses a name that has an address which is not public."""
 
     def __init__(self) -> None:
         self._resolver = ThreadedResolver()
@@ -180,9 +180,9 @@ _BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs
 
 
 def decode_page(data: bytes, header_charset: str | None = None, *, cut: bool = False) -> str:
-    """The text of a page by its byte order mark, as UTF-8 if it is that, as declared, or as detected.
+    """The text of a page. Tried in this order: byte order mark, UTF-8, the declared charset, a detected one.
 
-    `cut`: the page goes on beyond the data, which may then end within a character.
+    `cut`: the page is longer than the data, which may therefore end inside a character.
     """
     for bom, encoding in _BOMS:
         if data.startswith(bom):
@@ -199,7 +199,7 @@ def decode_page(data: bytes, header_charset: str | None = None, *, cut: bool = F
 
 
 def _codec(label: str) -> str | None:
-    """Python's codec for a declared charset; None if it is unknown or no charset of text."""
+    """Python's codec for a declared charset; None if it is unknown or does not decode text."""
     try:
         info = codecs.lookup(label)
     except (LookupError, ValueError):
@@ -209,9 +209,9 @@ def _codec(label: str) -> str | None:
 
 
 def _detected(data: bytes) -> str:
-    """The charset by chardet, among those of the web, from the texts that are not ASCII.
+    """The charset that chardet detects, among those of the web, from those parts of the page that are not ASCII.
 
-    The whole page would mislead it: markup and English in ASCII outweigh some lines of another language.
+    The whole page would mislead it: much markup and English outweighs a few lines of another language.
     """
     import chardet
 
@@ -232,7 +232,7 @@ def snippet_context(html: str, snippet: str) -> str | None:
 
 
 def main_text(html: str) -> str:
-    """A page's main text, a paragraph a line; "" if it has none."""
+    """The main text of a page, each paragraph on a line; "" if it has none."""
     from trafilatura import extract
 
     logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # a page without text is no error here
@@ -240,21 +240,21 @@ def main_text(html: str) -> str:
 
 
 def _fragments(snippet: str) -> list[str]:
-    """The parts of a snippet between its ellipses, without the date in front, short ones only if there is no other."""
+    """The parts of a snippet between ellipses, without a date in front; short parts only if there are no others."""
     parts = [part.strip(" \t\n·—–-") for part in re.split(r"\.{3,}|…|(?<=\d{4}) [—·-] ", snippet)]
     longest = max((len(part) for part in parts), default=0)
     return [part for part in parts if len(part) >= min(longest, 15)]
 
 
 def _find(squeezed: str, positions: Sequence[int], part: str) -> tuple[int, int] | None:
-    """Where a part of a snippet stands in the text, whatever the whitespace and case."""
+    """The span in the text where a part of a snippet occurs, ignoring whitespace and case."""
     wanted, _ = _squeeze(part)
     start = squeezed.find(wanted) if wanted else -1
     return None if start < 0 else (positions[start], positions[start + len(wanted) - 1] + 1)
 
 
 def _squeeze(text: str) -> tuple[str, list[int]]:
-    """The text without whitespace, in lower case, and where each of its characters stood."""
+    """The text in lower case without whitespace, and the position of each of its characters in the original."""
     positions = [index for index, character in enumerate(text) if not character.isspace()]
     return "".join(_lower(text[index]) for index in positions), positions
 
@@ -265,7 +265,7 @@ def _lower(character: str) -> str:
 
 
 def _widen(text: str, start: int, end: int) -> tuple[int, int]:
-    """The span widened to its paragraphs, but by CONTEXT_CHARS at most, and then at a word."""
+    """The span widened to whole paragraphs; on each side by at most CONTEXT_CHARS, then cut at a word."""
     low, high = max(0, start - CONTEXT_CHARS), min(len(text), end + CONTEXT_CHARS)
     line_start, line_end = text.rfind("\n", low, start) + 1, text.find("\n", end, high)
     if line_start == 0 and low > 0:

@@ -1,4 +1,4 @@
-"""A search backend under load: bounded, asked once for the same thing, counted, and given up when it is down."""
+"""Protects a search backend under load: bounds and counts requests, joins equal ones, and gives up if it is down."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ Backend = Callable[[str], Awaitable[Sequence[Any]]]
 
 
 class SearchUnavailableError(StopRunError):
-    """So many searches failed that the backend must be taken for down."""
+    """So many searches failed that the backend is considered down; ends the run."""
 
 
 class SearchService:
     """Searches through `backend(query)`; use one per event loop.
 
-    At most `concurrency` searches are under way. The same query asked again meanwhile waits for the first;
-    the last `cache_size` results are kept. When more than `max_failure_rate` of the last searches failed,
-    the next failure is a SearchUnavailableError.
+    At most `concurrency` searches are under way at once. A query that is already under way is not sent again: both
+    callers get the same result. The last `cache_size` results are kept. Once more than `max_failure_rate` of the last
+    searches have failed, the next failure is a SearchUnavailableError.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class SearchService:
     async def search(self, query: str) -> list[Passage]:
         """The passages for the query.
 
-        Raises QueryError if the query itself was refused, SearchError if the search failed, SearchUnavailableError once
-        too many did.
+        Raises QueryError if the query itself was refused, SearchError if the search failed, SearchUnavailableError
+        once too many searches have failed.
         """
         if query in self._cache:
             self._cache.move_to_end(query)
@@ -75,7 +75,7 @@ class SearchService:
         return await self._ask(query)
 
     async def _ask(self, query: str) -> list[Passage]:
-        """Search for the caller, and for whoever asks the same meanwhile."""
+        """Search for the caller, and for all who ask for the same query meanwhile."""
         future = self._under_way[query] = asyncio.get_running_loop().create_future()
         try:
             passages = await self._search(query)
@@ -114,7 +114,7 @@ class SearchService:
         return passages
 
     def _check_refusals(self, error: QueryError) -> None:
-        """A backend that refuses whatever it is asked is not well, though each refusal blames the query."""
+        """Treat the backend as down if it refuses every query, even though each refusal blames the query."""
         if self._answered == 0 and self._refused >= FEWEST:
             raise SearchUnavailableError(
                 f"all of the first {self._refused} queries were refused. The last one: {error}. Check the address of "
@@ -134,7 +134,7 @@ _services: dict[tuple[asyncio.AbstractEventLoop, Any], SearchService] = {}
 
 
 def shared_service(key: Any, make: Callable[[], SearchService]) -> SearchService:
-    """The one service of these settings in the running event loop, made where there is none yet."""
+    """The service for these settings in the running event loop; made at the first call, then shared."""
     place = asyncio.get_running_loop(), key
     if place not in _services:
         for ended in [other for other in _services if other[0].is_closed()]:
@@ -146,7 +146,7 @@ def shared_service(key: Any, make: Callable[[], SearchService]) -> SearchService
 def guarded_backend(
     function: Callable[[str, int], Awaitable[Sequence[Any]]], name: str, *, topk: int, timeout: float, retries: int
 ) -> Backend:
-    """A user's own `async def search(query, topk)` with a timeout (seconds an attempt), retries and typed errors."""
+    """Wrap a user's `async def search(query, topk)`: adds a timeout (seconds per attempt), retries and typed errors."""
 
     async def attempt(query: str) -> Sequence[Any]:
         try:
@@ -168,7 +168,7 @@ TEST_QUESTION, TEST_SECONDS = "capital of France", 15.0
 
 
 async def ask_test_question(backend: Backend, name: str, *, timeout: float, remedy: str = "") -> None:
-    """Ask a backend one question; ValueError, with the remedy, if there is no answer within 15 s, or `timeout`."""
+    """Ask a backend one question; ValueError, with the remedy, if it does not answer within 15 s or `timeout`."""
     seconds = min(TEST_SECONDS, timeout)
     try:
         async with asyncio.timeout(seconds):
@@ -183,7 +183,7 @@ async def ask_test_question(backend: Backend, name: str, *, timeout: float, reme
 
 def _passages(items: Iterable[Any]) -> list[Passage]:
     try:
-        if isinstance(items, str | bytes | Mapping):  # whose letters or keys would pass for passages
+        if isinstance(items, str | bytes | Mapping):  # its letters or keys would look like passages
             raise TypeError(f"expected a list, found {str(items)[:200]!r}")
         return [to_passage(item) for item in items]
     except (ValueError, TypeError) as error:
@@ -191,7 +191,7 @@ def _passages(items: Iterable[Any]) -> list[Passage]:
 
 
 class _Statistics:
-    """Counts of this process since they were last drained."""
+    """What this process counted since the last call of `drain_search_metrics`."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -223,8 +223,8 @@ _RATES = {
 def drain_search_metrics() -> dict[str, float]:
     """`search/...` of this process since the last call: how searches ended (after retries), latency in seconds.
 
-    `search/requests` reached the backend; `search/joined` waited for the same query under way;
-    `search/cache_hits` were known. Empty if nothing was searched.
+    `search/requests` reached the backend, `search/joined` shared the request of an equal query under way, and
+    `search/cache_hits` came from the cache. Empty if nothing was searched.
     """
     outcomes, seconds = _statistics.outcomes.copy(), list(_statistics.seconds)
     _statistics.outcomes.clear()

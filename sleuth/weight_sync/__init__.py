@@ -1,1 +1,1 @@
-"""The trainer's weights on their way to the engines."""
+"""Sends the trainer's weights to the engines."""

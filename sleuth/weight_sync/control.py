@@ -1,4 +1,4 @@
-"""The steps that frame every way of updating weights: pause the engines, change their weights, flush, continue."""
+"""The steps around every update of weights: pause the engines, change their weights, flush their caches, continue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLUSH_POLL_SECONDS = 0.1
 
 
 class WeightSyncError(RuntimeError):
-    """An update failed; the message says in which state the engines are. `paused`: whether they still are paused."""
+    """An update failed; the message says in which state the engines are. `paused`: whether they are still paused."""
 
     def __init__(self, message: str, *, paused: bool) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class WeightSyncError(RuntimeError):
 
 
 class EngineGroup:
-    """Talks to the engines at `urls` at once, over HTTP. `timeout`: seconds for one request."""
+    """Talks over HTTP to all engines at `urls` at the same time. `timeout`: seconds for one request."""
 
     def __init__(self, urls: Sequence[str], timeout: float = 600.0) -> None:
         if not urls:
@@ -45,13 +45,13 @@ class EngineGroup:
         self._session.close()
 
     def post(self, path: str, body: dict[str, Any] | bytes) -> None:
-        """Post to every engine at once; a WeightSyncError names each that failed, and why."""
+        """Post to all engines at the same time; a WeightSyncError says which engines failed, and why."""
         errors = [error for error in self._pool.map(lambda url: self._post_one(url, path, body), self.urls) if error]
         if errors:
             raise WeightSyncError("; ".join(errors), paused=True)
 
     def change_weights(self, path: str, body: dict[str, Any] | bytes) -> None:
-        """As `post`; from here on a failure leaves weights that are partly old and partly new."""
+        """As `post`, for requests that change weights: a failure from here on leaves weights partly old, partly new."""
         self.weights_touched = True
         self.post(path, body)
 
@@ -61,13 +61,13 @@ class EngineGroup:
         self.post("begin_weight_update", {})
 
     def close_session(self) -> None:
-        """End the update, if one was begun; without it the next could not begin."""
+        """End the update, if one was begun; otherwise the next one could not begin."""
         if self._session_open:
             self.post("end_weight_update", {})
             self._session_open = False
 
     def flush(self) -> None:
-        """Empty the prefix caches, which hold keys and values of the old weights; waits for pending requests."""
+        """Empty the prefix caches, whose keys and values come from the old weights; waits for pending requests."""
         deadline = time.monotonic() + self.timeout
         while True:
             try:
@@ -93,13 +93,13 @@ class EngineGroup:
 
 @contextmanager
 def paused_engines(urls: Sequence[str], *, mode: PauseMode = "abort", timeout: float = 600.0) -> Iterator[EngineGroup]:
-    """Pause the engines around an update of their weights; afterwards flush their caches and let them continue.
+    """Pause the engines while the block updates their weights; then flush their caches and let them continue.
 
-    `mode` says what becomes of requests under way: abort ends them, retract computes them anew with the new weights,
-    in_place carries on with the old keys and values (the caches can then not be flushed while any is under way).
+    `mode` says what happens to requests under way: abort ends them, retract computes them again with the new weights,
+    in_place continues them with the old keys and values (the caches cannot be flushed while one is under way).
 
-    If the update fails before it touched a weight, the engines continue with the old ones. If it fails later they stay
-    paused, since nothing sensible can be sampled from them. The WeightSyncError says which.
+    If the update fails before it changed a weight, the engines continue with the old weights. If it fails later, they
+    stay paused, because nothing sensible can be sampled from them. The WeightSyncError says which is the case.
     """
     group = EngineGroup(urls, timeout)
     try:

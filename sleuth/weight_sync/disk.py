@@ -1,4 +1,4 @@
-"""Trainer to engines by way of a folder that both can read: slower than tensors, and it works across machines."""
+"""Sends weights through a folder that trainer and engines can read: slower than tensors, but works across machines."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def load_weights_from_disk(
 ) -> None:
     """Have every engine at `urls` load the Hugging Face model in `model_path` as weights `version`.
 
-    The folder must be complete, and visible to the engines under that path. ValueError if it has no configuration;
-    WeightSyncError if an engine fails, saying whether the engines are left paused.
+    The folder must be complete, and the engines must see it under that path. Raises ValueError if it has no
+    configuration, and WeightSyncError if an engine fails; its message says whether the engines are left paused.
     """
     path = Path(model_path).resolve()
     if not (path / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""Trainer to engines on the same machine: tensors in buckets, inside the requests themselves.
+"""Sends weights to engines on the same machine: tensors in buckets, inside the requests themselves.
 
     push_weights(urls, model.hf_weights(), version="3")
 
@@ -40,11 +40,11 @@ def push_weights(
 ) -> None:
     """Give every engine at `urls` the full tensors `named_tensors` (Hugging Face names) as weights `version`.
 
-    The engines are paused meanwhile (`mode`: see `paused_engines`), their prefix caches emptied afterwards.
-    `tensor_parallel_size`: of one engine; each of its ranks cuts its share out of the same tensors. `timeout`: seconds
-    for one request. Raises WeightSyncError, which says whether the engines are left paused.
+    The engines are paused meanwhile (`mode`: see `paused_engines`), and their prefix caches emptied afterwards.
+    `tensor_parallel_size` is that of one engine; each of its ranks cuts its share out of the same tensors. `timeout`:
+    seconds for one request. Raises WeightSyncError, which says whether the engines are left paused.
 
-    `named_tensors` is always iterated to its end, also after a failure: elsewhere ranks may wait in its collectives.
+    `named_tensors` is always iterated to its end, even after a failure: other ranks may wait in its collectives.
     """
     if bucket_bytes < 1:
         raise ValueError(f"expected bucket_bytes of at least 1, found {bucket_bytes}")
@@ -55,7 +55,7 @@ def push_weights(
         with paused_engines(urls, mode=mode, timeout=timeout) as engines:
             engines.open_session()
             for bucket, is_last in _mark_last(make_buckets(remaining, bucket_bytes)):
-                # Only the last bucket carries the version: before it the weights are neither old nor new.
+                # Only the last bucket carries the version: until then the weights are partly old, partly new.
                 body = bucket_request(bucket, tensor_parallel_size, version if is_last else None)
                 engines.change_weights("update_weights_from_tensor", body)
                 sent += sum(tensor.nbytes for _, tensor in bucket)

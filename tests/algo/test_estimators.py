@@ -10,7 +10,6 @@ from torch.autograd import gradcheck
 from sleuth.algo.advantages import group_advantages, step_advantages
 from sleuth.algo.context_parallel import zigzag_index
 from sleuth.algo.estimators import (
-    Estimator,
     cispo_loss,
     estimate_advantages,
     estimator_loss,
@@ -18,6 +17,7 @@ from sleuth.algo.estimators import (
     importance_sampling_loss,
 )
 from sleuth.algo.losses import policy_loss, weighted_sum
+from sleuth.algo.names import Estimator
 from sleuth.algo.sequences import sample_mean_weights, sequence_sums
 
 LENGTHS = [8, 4, 12, 4, 8]

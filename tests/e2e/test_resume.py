@@ -17,7 +17,7 @@ from tests.e2e.runs import processes_of, run_training, started_training, wait_un
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
-STEPS = 60
+STEPS = 30
 
 
 def supervised(tmp_path: Path, name: str, *flags: str) -> list[str]:

@@ -1,6 +1,8 @@
 """The example of the README runs: with a scripted engine, and with a real one."""
 
 import asyncio
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +27,15 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 TOKENIZER = byte_tokenizer()
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_readme_shows_the_code_as_it_is():
+    shown = re.search(r"```python\n(class CalculatorSettings.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code = (ROOT / "examples/calculator.py").read_text()
+    assert shown is not None
+    body = shown[1][shown[1].index("    conversation = ") :]
+    assert body in code
 
 
 def run(

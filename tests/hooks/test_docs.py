@@ -95,7 +95,7 @@ def test_the_command_of_the_page_runs(
     assert try_hook.main([*flags, *data, "--rows", "2", "--scripted", "answers.yaml"]) == 0
     out = capsys.readouterr().out
     assert out.count("<found>Its capital is Paris.</found>") == 2
-    assert "search/requests: " in out
+    assert "search/requests " in out
 
 
 def test_a_trace_that_is_filled_without_a_conversation():

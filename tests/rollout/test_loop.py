@@ -158,6 +158,22 @@ async def leave(args, sample, sampling_params):
     raise SystemExit(3)
 
 
+async def forget_a_reason(args, sample, sampling_params):
+    sample.status = SampleStatus.COMPLETED
+    return sample
+
+
+async def fail_in_a_group(args, sample, sampling_params):
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(raise_key_error(args, sample))
+
+
+async def wait_for_a_cancelled_task(args, sample, sampling_params):
+    task = asyncio.create_task(asyncio.sleep(60))
+    task.cancel()
+    await task
+
+
 @pytest.mark.parametrize(
     ("generate", "message"),
     [
@@ -169,14 +185,37 @@ async def leave(args, sample, sampling_params):
         (forget_log_probs, "one log-probability for each of 2 response ids"),
         (make_up_ids, r"expected ids in \[0, 50\).*found 99"),
         (leave, "SystemExit: 3"),
+        (forget_a_reason, "found one without a reason"),
+        (fail_in_a_group, r"KeyError: 'titel' \(test_loop.py:\d+\)"),
+        (wait_for_a_cancelled_task, r"CancelledError \(test_loop.py:\d+\)"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_generate_hook_that_fails_is_named_with_its_sample(generate, message):
     with (
         use_rollout_context(RolloutContext(None, None, vocab_size=50)),
-        pytest.raises(RolloutError, match=rf"sample \d+ \(row 0.*\): hook_error: .*{message}.*Mend the hook"),
+        pytest.raises(RolloutError, match=rf"sample \d+ \(row \d.*\): hook_error: .*{message}.*Mend the hook"),
     ):
+        run(generate)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (StopRunError("the engine is gone"), StopRunError, "the engine is gone"),
+        (FailSample("judge_busy", "503"), RolloutError, "judge_busy: generate hook .*503"),
+    ],
+)
+def test_an_error_in_a_group_of_tasks_is_told_as_itself(error, kind, message):
+    async def generate(args, sample, sampling_params):
+        async def fail():
+            raise error
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(raise_key_error(args, sample))
+            tasks.create_task(fail())
+
+    with pytest.raises(kind, match=message):
         run(generate)
 
 

@@ -66,7 +66,7 @@ def test_a_trajectory_is_shown_with_its_masks_and_reward(folder: Path, capsys: p
     assert "observation, 11 tokens, not trained on" in out
     assert "<result>84</result>" in out
     assert "Reward: 0 (exact_match 0)" in out
-    assert "2 trajectories, 0 failed, mean reward 0.000" in out
+    assert "trajectories: 2, failed: 0, mean reward: 0.000" in out
 
 
 def test_each_row_may_have_turns_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +93,7 @@ def test_errors_come_with_their_lines(folder: Path, capsys: pytest.CaptureFixtur
     assert "Counts: words 2" in out
     assert "draft: a note" in out
     assert "Reward: 0.5 (style 0.25)" in out
-    assert "4 trajectories, 3 failed, mean reward 0.500" in out
+    assert "trajectories: 4, failed: 3, mean reward: 0.500" in out
 
 
 def test_a_script_that_is_too_short_is_told_at_the_line_that_asked(
@@ -186,7 +186,7 @@ def test_with_a_running_engine(engine, capsys: pytest.CaptureFixture[str]) -> No
     assert main([*SCORED, *flags, "--rollout-max-response-len", "8"]) == 0
     out = capsys.readouterr().out
     assert out.count("trained on, mean log-prob") == 3
-    assert "3 trajectories, 0 failed" in out
+    assert "trajectories: 3, failed: 0" in out
 
 
 @pytest.mark.engine
@@ -197,4 +197,4 @@ def test_with_an_engine_of_its_own(folder: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == "starting an engine (half a minute or more)\n"
-    assert "2 trajectories, 0 failed" in done.stdout
+    assert "trajectories: 2, failed: 0" in done.stdout

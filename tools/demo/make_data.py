@@ -392,7 +392,7 @@ def make(source: Path, out: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make data/demo/ from summaries of Wikipedia articles.")
-    parser.add_argument("--source", type=Path, required=True, help="wiki_vital_en.json.gz")
+    parser.add_argument("--source", type=Path, required=True, help="article summaries (wiki_vital_en.json.gz)")
     parser.add_argument("--out", type=Path, default=Path("data/demo"), help="folder to write to [data/demo]")
     args = parser.parse_args()
     print(make(args.source, args.out))

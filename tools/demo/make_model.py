@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=ROOT / "data/demo", help="folder of the demo's data [data/demo]")
     parser.add_argument("--out", type=Path, default=ROOT / "data/demo/model", help="model folder [data/demo/model]")
     parser.add_argument(
-        "--work-dir", type=Path, default=ROOT / "runs/demo_model", help="checkpoints, trajectories, logs"
+        "--work-dir", type=Path, default=ROOT / "runs/demo_model", help="intermediate files [runs/demo_model]"
     )
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Says what a run learned: a table of the evaluation before and after, `summary.json`, `curves.png`.
+"""Reports what a run learned: a table of the evaluation before and after, `summary.json`, `curves.png`.
 
     python tools/demo/report.py --run-dir runs/demo/20260101-120000
 
@@ -45,7 +45,7 @@ ROWS = (
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, required=True, help="folder of the run")
-    parser.add_argument("--started", type=float, help="unix time at which the run began, for its total seconds")
+    parser.add_argument("--started", type=float, help="unix time at which the run began; total seconds count from it")
     parser.add_argument("--require-goal", action="store_true", help="end with status 1 unless the goal was reached")
     options = parser.parse_args(argv)
     metrics_file = options.run_dir / "metrics.jsonl"
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def summarize(
     lines: list[MetricsLine], configuration: dict[str, Any], started: float | None = None, now: float | None = None
 ) -> dict[str, Any]:
-    """What `summary.json` holds. `before` is step 0, `after` the last step that was evaluated.
+    """The content of `summary.json`. `before` is step 0, `after` the last step that was evaluated.
 
     Seconds run from `started` (the first metrics line if that is not known) to `now`
     (the last metrics line).
@@ -96,9 +96,9 @@ def _before_after(lines: list[MetricsLine], ending: str) -> dict[str, float | No
 
 
 def judge(table: dict[str, dict[str, float | None]], steps: int) -> dict[str, Any]:
-    """Whether exact match rose enough and greedy did not fall; None where a number is missing.
+    """Whether exact match rose enough and greedy exact match did not fall; None if a number is missing.
 
-    A run of fewer than FEWEST_STEPS can reach the goal, but not miss it: `reached` is None then.
+    If a run of fewer than FEWEST_STEPS does not reach the goal, `reached` is None instead of False.
     """
     rise, greedy = table["exact_match_t1"]["change"], table["exact_match_greedy"]["change"]
     rounding = 1e-9  # 0.35 - 0.10 is a little less than 0.25 in binary
@@ -133,7 +133,7 @@ def show(summary: dict[str, Any], run_dir: Path, console: Console) -> None:
 
 
 def verdict(summary: dict[str, Any]) -> str:
-    """One sentence: reached, not reached and why, or why that cannot be told."""
+    """One sentence: the goal was reached, it was not and why, or why this cannot be said."""
     goal = summary["goal"]
     aim = f"exact match at T = 1 rises by {EXACT_MATCH_GOAL} and greedy falls by at most {GREEDY_TOLERANCE}"
     if goal["reached"] is None and not summary["missing"]:

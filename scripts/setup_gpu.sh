@@ -1,0 +1,168 @@
+#!/usr/bin/env bash
+# Makes .venv-gpu with all that a machine with NVIDIA GPUs needs: engine, trainer, search, tests.
+#
+#   bash scripts/setup_gpu.sh                # about 5 GB to download; the trainer runs on torch's own kernels
+#   bash scripts/setup_gpu.sh --te           # with TransformerEngine, which is compiled here: needs nvcc, takes long
+#   bash scripts/setup_gpu.sh --retriever    # .venv-retriever-gpu: the retrieval server with FAISS on GPUs
+#   bash scripts/setup_gpu.sh --check        # only look whether this machine has what it takes
+#
+# PYTHON=/usr/bin/python3.12 names the Python, 3.11 or 3.12. SKIP_DRIVER_CHECK=1 is for images, built without a GPU.
+# A second run returns at once; one after an interruption, or with other options or locks, makes the environment good.
+# Everything is installed from scripts/locks/, by hash; `make locks` makes those files.
+set -euo pipefail
+
+SCRIPTS="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+ROOT="$(dirname "$SCRIPTS")"
+NEEDED_DRIVER=580   # of CUDA 13
+NEEDED_GLIBC=2.34   # of SGLang's wheels
+NEEDED_NVCC=13      # TransformerEngine is compiled for the CUDA that torch is built for
+
+# Each check prints what it misses, with the remedy, and then returns 1.
+
+missing() {
+    printf 'setup: %s\n' "$@" >&2
+    return 1
+}
+
+# Whether version $1 is at least $2.
+at_least() { [[ "$(printf '%s\n%s\n' "$2" "$1" | sort -V | head -n 1)" == "$2" ]]; }
+
+check_driver() {
+    local found
+    if [[ "${SKIP_DRIVER_CHECK:-0}" == 1 ]]; then
+        return
+    elif ! found="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>&1)"; then
+        missing "expected an NVIDIA driver >= $NEEDED_DRIVER, found none (nvidia-smi: ${found:0:200})" \
+            "install one and restart, or start the container with its GPUs (docker run --gpus all)"
+    elif found="$(head -n 1 <<<"$found")" && ! at_least "$found" "$NEEDED_DRIVER"; then
+        missing "expected an NVIDIA driver >= $NEEDED_DRIVER (CUDA 13), found $found: update it and restart"
+    fi
+}
+
+check_glibc() {
+    local found
+    found="$(ldd --version 2>&1 | grep -oEm 1 '[0-9]+\.[0-9]+$' || true)"
+    if [[ -z "$found" ]]; then
+        missing "expected glibc >= $NEEDED_GLIBC, found another C library: use Ubuntu 22.04, Debian 12 or later, or the Dockerfile"
+    elif ! at_least "$found" "$NEEDED_GLIBC"; then
+        missing "expected glibc >= $NEEDED_GLIBC, found $found: use Ubuntu 22.04, Debian 12 or later, or the Dockerfile"
+    fi
+}
+
+version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+
+# Prints the Python to use.
+find_python() {
+    local candidate version found=""
+    for candidate in ${PYTHON:-python3.12 python3.11 python3}; do
+        version="$(version_of "$candidate")" || continue
+        if [[ "$version" == 3.1[12] ]]; then
+            command -v "$candidate"
+            return
+        fi
+        found+=" $candidate is $version;"
+    done
+    missing "expected Python 3.11 or 3.12, found${found:- none;} install it (Debian, Ubuntu: apt install python3.12-venv," \
+        "python3.12-dev) and name it: PYTHON=/path/to/python3.12 bash scripts/setup_gpu.sh"
+}
+
+check_nvcc() {
+    local nvcc="${CUDA_HOME:+$CUDA_HOME/bin/}nvcc" found
+    found="$("$nvcc" --version 2>/dev/null | grep -oEm 1 'release [0-9]+\.[0-9]+' || true)"
+    if [[ -z "$found" ]]; then
+        missing "--te: expected CUDA's compiler $NEEDED_NVCC, found no $nvcc: install the CUDA toolkit $NEEDED_NVCC and set" \
+            "CUDA_HOME to it, or leave --te out"
+    elif [[ "${found#release }" != "$NEEDED_NVCC".* ]]; then
+        missing "--te: expected CUDA's compiler $NEEDED_NVCC, found ${found#release }: set CUDA_HOME to another, or leave --te out"
+    fi
+}
+
+# Free disk for environment $1, which will take about $2 MB.
+check_space() {
+    local free used=0
+    free="$(df -Pm "$ROOT" | awk 'NR == 2 { print $4 }')"
+    [[ -d "$1" ]] && used="$(du -sm "$1" 2>/dev/null | cut -f1)"
+    if ((free + used < $2)); then
+        missing "expected $2 MB of free disk space for $1, found $free MB: free some, or clone the project to a larger disk"
+    fi
+}
+
+# All that environment $1 of $2 MB needs here, not only the first that is missing.
+check_machine() {
+    local good=0
+    check_driver || good=1
+    check_glibc || good=1
+    find_python >/dev/null || good=1
+    if [[ "$WITH_TE" == 1 ]]; then check_nvcc || good=1; fi
+    check_space "$1" "$2" || good=1
+    return "$good"
+}
+
+# What the stamp holds, written last: the locks that the environment was made from.
+fingerprint() { cat "$@" | sha256sum | cut -d ' ' -f 1; }
+
+pip_install() {
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --retries 3 --no-deps --require-hashes \
+        --only-binary :all: "$@" </dev/null
+}
+
+# Only its PyTorch part is compiled. By itself it would first look for a binary elsewhere, of which no hash is known.
+install_te() {
+    local packages include
+    packages="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    include="$(printf '%s:' "$packages"/nvidia/*/include)" # headers of cuDNN and NCCL
+    echo "-- TransformerEngine"
+    NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE CPLUS_INCLUDE_PATH="$include${CPLUS_INCLUDE_PATH:-}" \
+        pip_install --no-build-isolation --no-binary transformer-engine-torch --requirement "$1"
+}
+
+# The environment must see the GPUs, or the set-up has failed whatever was installed.
+try_out() {
+    [[ "${SKIP_DRIVER_CHECK:-0}" == 1 ]] || "$VENV/bin/python" - <<'PY'
+import sys, torch
+if not torch.cuda.is_available():
+    sys.exit(f"setup: torch {torch.__version__} sees no GPU: compare nvidia-smi, and CUDA_VISIBLE_DEVICES")
+print(f"== torch {torch.__version__} sees {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
+PY
+}
+
+main() {
+    local name=gpu needed=20000 only_check=0 python version locks
+    WITH_TE=0
+    while (($#)); do
+        case "$1" in
+            --te) WITH_TE=1 needed=25000 ;;
+            --retriever) name=retriever-gpu needed=12000 ;;
+            --check) only_check=1 ;;
+            *) missing "unknown option: $1 (there are --te, --retriever, --check)" || exit 2 ;;
+        esac
+        shift
+    done
+    [[ "$WITH_TE$name" == 1retriever-gpu ]] && { missing "--te is nothing for a retriever: leave one out" || exit 2; }
+    VENV="$ROOT/.venv-$name"
+    check_machine "$VENV" "$needed" || exit 1
+    python="$(find_python)"
+    version="$(version_of "$python")"
+    if ((only_check)); then
+        echo "== this machine has what .venv-$name takes (Python $version)"
+        return
+    fi
+    locks=("$SCRIPTS/locks/$name-$version.txt")
+    [[ "$WITH_TE" == 1 ]] && locks+=("$SCRIPTS/locks/gpu-te-$version.txt")
+    if [[ "$(fingerprint "${locks[@]}")" == "$(cat "$VENV/sleuth-setup.done" 2>/dev/null)" ]]; then
+        try_out
+        return
+    fi
+    echo "== setting up $VENV ($python); once, some minutes"
+    # An interrupted set-up goes on; one that was finished with other locks may hold what these do not name.
+    if [[ -f "$VENV/sleuth-setup.done" || "$(version_of "$VENV/bin/python")" != "$version" ]]; then
+        "$python" -m venv --clear "$VENV"
+    fi
+    pip_install --requirement "${locks[0]}"
+    [[ "$WITH_TE" == 1 ]] && install_te "${locks[1]}"
+    try_out
+    fingerprint "${locks[@]}" >"$VENV/sleuth-setup.done"
+    echo "== ready: $VENV"
+}
+
+if [[ "${BASH_SOURCE[0]}" == "$0" ]]; then main "$@"; fi
