@@ -21,9 +21,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from local_search_server import check_proxy_url
 from sleuth.hooks import SettingsPart
 from sleuth.search import Backend, QueryError, SearchError, clean_query, request_text, with_search_retries
+from sleuth.search.addresses import check_proxy_url
 from sleuth.search.pages import page_contexts
 
 SERPER_URL = "https://google.serper.dev/search"
@@ -71,7 +71,7 @@ async def google_search(
     retries: int = 3,
     serper_url: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Up to `top_k` passages for the query, best first: `[{"document": {"contents": '"title"\\\\ntext'}}]`.
+    """Up to `top_k` passages for the query, best first: `[{"document": {"contents": '"title"\\ntext'}}]`.
 
     `timeout`: seconds that an attempt may take. `proxy`: the proxy to use; those of the environment are ignored. Raises
     QueryError if the query is blank or refused; SearchError after `retries` retries, or at once if another attempt

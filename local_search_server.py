@@ -9,18 +9,16 @@ A query that the server refuses is a `QueryError`, because the server itself wor
 from __future__ import annotations
 
 import json
-import re
 import reprlib
 from typing import Annotated, Any
-from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator
 
 from sleuth.hooks import SettingsPart
 from sleuth.search import Backend, SearchError, clean_query, request_text, with_search_retries
+from sleuth.search.addresses import check_proxy_url, check_search_url
 from sleuth.search.observation import title_text
 
-EXAMPLE_URL = "http://127.0.0.1:8000/retrieve"
 START_SERVER = (
     "start one at {} (python local_dense_retriever/retrieval_server.py --corpus_path data/demo/corpus.jsonl.gz "
     "--retriever_name bm25), or name another with --search-url"
@@ -31,8 +29,8 @@ START_SERVER = (
 class LocalSettings(SettingsPart):
     """The part `local` of a search hook's settings. Its defaults are in SEARCH_R1_CONFIGS."""
 
-    search_url: Annotated[str, AfterValidator(lambda url: check_search_url(url))]
-    proxy: Annotated[str, AfterValidator(lambda url: check_proxy_url(url))] | None
+    search_url: Annotated[str, AfterValidator(check_search_url)]
+    proxy: Annotated[str, AfterValidator(check_proxy_url)] | None
 
     def backend(self, topk: int, timeout: float, retries: int) -> Backend:
         """The function that searches for one query; `timeout` in seconds per attempt."""
@@ -48,7 +46,7 @@ async def local_search(
     *,
     retries: int = 3,
 ) -> list[dict[str, Any]]:
-    """Up to `top_k` passages for the query, best first: `[{"document": {"contents": '"title"\\\\ntext'}}]`.
+    """Up to `top_k` passages for the query, best first: `[{"document": {"contents": '"title"\\ntext'}}]`.
 
     `timeout`: seconds that an attempt may take. `proxy`: the proxy to use; those of the environment are ignored. Raises
     QueryError if the query is blank or refused; SearchError after `retries` retries, or at once if another attempt
@@ -84,46 +82,3 @@ def _contents(item: Any, source: str) -> str:
         if isinstance(text := document.get("text"), str):
             return f'"{title_text(document.get("title"))}"\n{text}'
     raise SearchError(f"{source}: expected a passage with 'contents', found {reprlib.repr(item)}", "response")
-
-
-# --- Addresses ---
-
-
-def check_search_url(url: str) -> str:
-    """The URL, if it can be that of a search; ValueError says what it lacks. Write `http://host/?` for the root."""
-    parts = _http_parts(url, EXAMPLE_URL)
-    if parts.path in ("", "/") and "?" not in url:
-        port = f":{parts.port}" if parts.port else ""
-        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-        raise ValueError(f"has no path; add the path, as in {parts.scheme}://{host}{port}/retrieve")
-    return url
-
-
-def check_proxy_url(url: str) -> str:
-    """The URL, if it can be a proxy's; ValueError says what it lacks, without a password that it may hold."""
-    _http_parts(url, "http://proxy.example.org:3128")
-    return url
-
-
-def _http_parts(url: str, example: str) -> SplitResult:
-    """The parts of a URL of http or https with a host; ValueError names what is wrong and a right one."""
-    if re.search(r"[\s\x00-\x1f\x7f]", url):
-        raise ValueError(f"holds whitespace or control characters; expected a URL such as {example}")
-    scheme, separator, _ = url.partition("://")
-    if not separator or "/" in scheme:
-        raise ValueError(f"has no scheme; put http:// in front, as in {example}")
-    if scheme.lower() not in ("http", "https"):
-        raise ValueError(f"is a URL of {scheme[:20]!r}; expected http or https, as in {example}")
-    try:
-        parts = urlsplit(url)
-        port, host = parts.port, parts.hostname or ""
-        host.encode("idna")  # as it is when the name is looked up
-    except ValueError:  # its text may hold a password
-        raise ValueError(f"has a host or a port that cannot be one; expected a URL such as {example}") from None
-    if port == 0:
-        raise ValueError(f"names port 0, at which nobody answers; expected a URL such as {example}")
-    if host in ("http", "https") and parts.path.startswith("//"):
-        raise ValueError(f"holds {host}:// twice; expected a URL such as {example}")
-    if not re.fullmatch(r"[\w.:%-]+", host):
-        raise ValueError(f"has {'the host ' + repr(host) if host else 'no host'}; expected a URL such as {example}")
-    return parts

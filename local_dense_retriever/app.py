@@ -20,7 +20,7 @@ from local_dense_retriever.batching import Batcher, BatchingConfig, Hit, QueueFu
 from local_dense_retriever.metrics import Metrics
 from local_dense_retriever.retrievers import Retriever
 
-# The bounds of a request; docs/retrieval.md tells them to users. A refusal names the bound and what was found.
+# The limits of a request, which docs/retrieval.md lists for users. A refusal names the limit and what was found.
 MAX_TOPK = 100
 MAX_QUERIES = 1024
 MAX_QUERY_CHARS = 8192
@@ -42,12 +42,12 @@ Query = Annotated[
 
 
 def _whole(number: Any) -> Any:
-    """JSON does not tell 3.0 from 3."""
+    """Turn 3.0 into 3: JSON does not distinguish them."""
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 class RetrieveRequest(BaseModel):
-    """What `POST /retrieve` takes."""
+    """The body of `POST /retrieve`."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -58,7 +58,7 @@ class RetrieveRequest(BaseModel):
 
 
 class Passage(BaseModel):
-    """A passage as it stands in the corpus, with all its fields."""
+    """A passage of the corpus with all its fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -71,7 +71,7 @@ class ScoredPassage(BaseModel):
 
 
 class RetrieveResponse(BaseModel):
-    """For each query its passages, best first; with `return_scores` each with its score."""
+    """For each query its passages, best first; with `return_scores` each passage comes with its score."""
 
     result: list[list[Passage]] | list[list[ScoredPassage]]
 
@@ -101,7 +101,7 @@ REQUEST_BODY = {
 def create_app(
     retriever: Retriever, fetch: Callable[[int], bytes], default_topk: int, config: BatchingConfig
 ) -> FastAPI:
-    """The application around a loaded retriever; `fetch(index)` gives a passage as JSON."""
+    """The web application for a loaded retriever; `fetch(index)` returns a passage as JSON."""
     metrics = Metrics()
     batcher = Batcher(retriever, fetch, config, metrics)
 
@@ -149,9 +149,9 @@ def create_app(
 
 
 async def read_body(request: Request) -> bytes:
-    """The body of a request that says it is JSON; HTTPException for another type, or one that is too long.
+    """The body of a request whose type is JSON; HTTPException if it has another type or is too long.
 
-    What is too long is read to its end, within reason, and thrown away: a client that is cut off while it sends
+    A body that is too long is read to its end, up to a limit, and thrown away: a client that is cut off while it sends
     would not see the answer.
     """
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -183,7 +183,7 @@ def parse_request(body: bytes) -> RetrieveRequest:
 
 
 def _found(fault: Mapping[str, Any]) -> str:
-    """What was there instead, where it is short enough to be told."""
+    """What was found instead, if it is short enough to be quoted."""
     value = fault["input"]
     if fault["type"] == "string_too_long":
         return f", found {len(value)}"
@@ -198,7 +198,7 @@ def _place(location: Sequence[int | str]) -> str:
 
 
 async def unless_disconnected(receive: Receive, search: Awaitable[list[list[Hit]]]) -> list[list[Hit]]:
-    """What the search finds; it is cancelled as soon as the client goes away, whose body must have been read."""
+    """The result of `search`, which is cancelled if the client goes away. The request's body must have been read."""
     searching = asyncio.ensure_future(search)
     watching = asyncio.ensure_future(receive())  # the next message can only be that the client has gone
     watching.add_done_callback(lambda _: searching.cancel())  # no effect on a search that is over
@@ -213,7 +213,7 @@ async def unless_disconnected(receive: Receive, search: Awaitable[list[list[Hit]
 
 
 def render(found: Sequence[Sequence[Hit]], return_scores: bool) -> bytes:
-    """The answer's JSON; see `RetrieveResponse`."""
+    """The JSON of an answer; see `RetrieveResponse`."""
     if return_scores:
         result: list[list[Any]] = [
             [{"document": orjson.Fragment(hit.document), "score": hit.score} for hit in hits] for hits in found

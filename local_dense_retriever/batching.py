@@ -1,10 +1,10 @@
-"""Dynamic micro-batching: what many clients ask at the same time is encoded and searched together, by one thread.
+"""Dynamic micro-batching: one thread encodes and searches together what many clients ask at the same time.
 
-The thread takes what has queued up whenever it is free, so batches grow with the load and a single client never waits
-for others (unless `max_wait_seconds` says so). Under load it waits for those whom it has just answered, most of whom
-ask again at once: otherwise the clients would fall into two groups that take turns, and batches be half as large. The
-same query asked by several is searched once. A client that goes away takes its queries out of the queue. A search that
-fails fails its batch, nothing else.
+Whenever the thread is free, it takes all queries in the queue, so batches grow with the load, and a single client never
+waits for others (unless `max_wait_seconds` says so). Under load the thread waits for the clients that it has just
+answered, because most of them ask again at once: otherwise the clients would form two groups that take turns, and
+batches would be half as large. Equal queries of several clients are searched once. When a client goes away, its
+queries leave the queue. A failing search affects only its own batch.
 
 This module knows nothing of HTTP.
 """
@@ -39,7 +39,7 @@ class Hit(NamedTuple):
 
 
 class QueueFullError(RuntimeError):
-    """More queries wait than the queue may hold; later there may be room again."""
+    """The queue is full; later there may be room again."""
 
 
 class SearchFailedError(RuntimeError):
@@ -47,7 +47,7 @@ class SearchFailedError(RuntimeError):
 
 
 class BatchingConfig(NamedTuple):
-    """How queries are gathered."""
+    """How queries are gathered into batches."""
 
     max_batch_size: int = 64
     max_wait_seconds: float = 0.0
@@ -55,15 +55,15 @@ class BatchingConfig(NamedTuple):
     max_queue: int = 4096
     """Distinct queries that may wait."""
     cache_size: int = 10_000
-    """Queries whose results are kept; 0 for none. One with more than `cached_topk` results counts several times."""
+    """How many queries' results are kept; 0: none. One with more than `cached_topk` results counts several times."""
     cached_topk: int = 3
 
 
 class Batcher:
     """Searches for many clients of one event loop.
 
-    `fetch(index)` gives a passage of the corpus as JSON; it, `retriever.encode` and `retriever.search` are called
-    in one thread.
+    `fetch(index)` returns a passage of the corpus as JSON. One thread calls it, `retriever.encode` and
+    `retriever.search`.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class Batcher:
         metrics.watch_queue(lambda: len(self._queued))
 
     def start(self) -> None:
-        """Start the thread that searches; to be called in the event loop whose requests it answers."""
+        """Start the thread that searches. Call it in the event loop whose requests it answers."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def close(self) -> None:
-        """Search what was accepted, then end the thread."""
+        """Finish the accepted searches, then end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -93,8 +93,8 @@ class Batcher:
     async def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """The best passages for each query, at most `topk`.
 
-        Raises QueueFullError before anything is queued, SearchFailedError if the retriever raised. When the task is
-        cancelled, its queries are dropped where no one else waits for them.
+        Raises QueueFullError before anything is queued, SearchFailedError if the retriever raised. If the task is
+        cancelled, its queries are dropped unless others wait for them.
         """
         request = _Request(len(queries), self._loop.create_future())
         missing = self._look_up(request, queries, topk)
@@ -110,7 +110,7 @@ class Batcher:
     # --- in the event loop ---
 
     def _look_up(self, request: _Request, queries: Sequence[str], topk: int) -> dict[str, list[int]]:
-        """Fill in what is cached; return the other queries, each with its places in the request."""
+        """Fill in cached results; return the other queries, each with its places in the request."""
         missing: dict[str, list[int]] = {}
         hits = 0
         for place, query in enumerate(queries):
@@ -145,7 +145,7 @@ class Batcher:
             self._metrics.joined.inc(len(missing) - new)
 
     def _under_way(self, text: str, topk: int) -> _Query | None:
-        """The same query, where it waits or is searched for at least as many passages."""
+        """An equal query that waits or is being searched, for at least as many passages; None if there is none."""
         if text in self._queued:
             return self._queued[text]
         running = self._running.get(text)
@@ -215,7 +215,7 @@ class Batcher:
             self._wait_for_queries(enough, RETURN_SHARE * (time.perf_counter() - start))
 
     def _wait_for_queries(self, enough: int, seconds: float) -> None:
-        """Let those who are just being answered ask again, for at most that long."""
+        """Wait, for at most `seconds`, for the clients that have just been answered to ask again."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or len(self._queued) >= enough, seconds)
 
@@ -257,7 +257,7 @@ class Batcher:
 
 
 class _Request:
-    """What one client asked, and what of it is found so far."""
+    """The queries of one client, and the results so far."""
 
     __slots__ = ("done", "missing", "results")
 
@@ -268,7 +268,7 @@ class _Request:
 
 
 class _Query:
-    """A query under way, and who waits for it: requests with the places it has in them."""
+    """A query under way, and the requests that wait for it, with its places in them."""
 
     __slots__ = ("queued_at", "text", "topk", "waiting")
 

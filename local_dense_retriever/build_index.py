@@ -1,13 +1,13 @@
-"""Builds a search index of a corpus: embeddings, FAISS indices of them and how much they find; or a BM25 index.
+"""Builds a search index of a corpus: embeddings and FAISS indices, whose recall it measures; or a BM25 index.
 
     python local_dense_retriever/build_index.py --corpus_path corpus.jsonl --save_dir index --retriever_name e5
     python local_dense_retriever/build_index.py --corpus_path corpus.jsonl --save_dir index --retriever_name e5 \\
         --index_type flat ivf_pq hnsw
     python local_dense_retriever/build_index.py --corpus_path corpus.jsonl --save_dir bm25 --retriever_name bm25
 
-The embeddings are kept in the folder (2 bytes a number), so that another --index_type needs no encoding, and a killed
-run goes on where it was. Several machines or GPUs share the work: each runs one --shard (1/4 to 4/4) into the same
-folder, then a run without --shard makes the index.
+The embeddings are kept in the folder (2 bytes per number), so that another --index_type needs no encoding, and a killed
+run continues where it was. Several machines or GPUs can share the work: each runs one --shard (1/4 to 4/4) into the
+same folder; then a run without --shard makes the index.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--language",
-        help=f"bm25: of its stemmer and stop words, such as german or chinese; none for neither [{DEFAULT_LANGUAGE}]",
+        help=f"language of bm25's stemmer and stop words, such as german; none uses neither [{DEFAULT_LANGUAGE}]",
     )
-    parser.add_argument("--index_type", nargs="+", default=["flat"], choices=INDEX_TYPES, help="one or more [flat]")
+    parser.add_argument("--index_type", nargs="+", default=["flat"], choices=INDEX_TYPES, help="kinds of index [flat]")
     parser.add_argument("--shard", type=_shard, help="encode one part only, such as 2/4, and make no index")
-    parser.add_argument("--batch_size", type=int, default=64, help="passages encoded together, at most [64]")
-    parser.add_argument("--threads", type=int, help="CPU threads that encode [as many as torch takes]")
+    parser.add_argument("--batch_size", type=int, default=64, help="most passages encoded together [64]")
+    parser.add_argument("--threads", type=int, help="CPU threads that encode [as many as torch uses]")
     add_encoder_flags(parser)
     group = parser.add_argument_group("indices")
     defaults = IndexOptions()
-    group.add_argument("--nlist", type=int, help="IVF: clusters [4 sqrt(n), fewer for small corpora]")
-    group.add_argument("--nprobe", type=int, help="IVF: clusters searched [a sixteenth, at least 16]")
-    group.add_argument("--pq_bytes", type=int, help="IVF-PQ: bytes a vector [a quarter of its dimension]")
+    group.add_argument("--nlist", type=int, help="IVF: number of clusters [4 sqrt(n), fewer for small corpora]")
+    group.add_argument("--nprobe", type=int, help="IVF: clusters searched for a query [a sixteenth, at least 16]")
+    group.add_argument("--pq_bytes", type=int, help="IVF-PQ: bytes of a vector's code [a quarter of its dimension]")
     for name in ("ef_construction", "ef_search", "seed"):
         group.add_argument(f"--{name}", type=int, default=getattr(defaults, name), help=f"[{getattr(defaults, name)}]")
     group.add_argument("--queries_path", type=Path, help="queries to measure recall with, one a line [from passages]")
-    group.add_argument("--recall_queries", type=int, default=200, help="how many of them [200]")
+    group.add_argument("--recall_queries", type=int, default=200, help="how many queries to measure recall with [200]")
     args = parser.parse_args(argv)
     counts = ("batch_size", "recall_queries", "threads", "nlist", "nprobe", "pq_bytes", "ef_construction", "ef_search")
     for flag in counts:
@@ -113,7 +113,7 @@ def _beginning(contents: str) -> str:
 
 
 def print_table(reports: Sequence[Recall], passages: int) -> None:
-    """The indices beside exact search, on standard output."""
+    """Print how the indices compare with exact search."""
     table = Table("index", "size", "built in", "ms/query", title=f"{passages:,} passages; recall beside exact search")
     for k in reports[0].recall:
         table.add_column(f"recall@{k}", justify="right")
@@ -128,7 +128,7 @@ def print_table(reports: Sequence[Recall], passages: int) -> None:
 def up_to_date(
     folder: Path, index_types: Sequence[str], corpus: Corpus, config: EncoderConfig, options: IndexOptions
 ) -> bool:
-    """Whether the folder has all these indices already, of this corpus, by this encoder and with these options."""
+    """Whether the folder already has all these indices, for this corpus, encoder and options."""
     wanted = (corpus.fingerprint, asdict(config), asdict(options))
     kept = [read_description(folder / f"{name}.index") for name in index_types]
     files = all((folder / f"{name}.index").is_file() for name in index_types)

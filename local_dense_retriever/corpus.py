@@ -1,8 +1,8 @@
-"""Reading a corpus: one JSON object a line, `{"id", "contents"}`, where contents is `"Title"\\ntext`.
+"""Reads a corpus: one JSON object per line, `{"id", "contents"}`, where contents is `"Title"\\ntext`.
 
 A `.jsonl` file stays on disk, whatever its size: it is mapped into memory, and an array of the lines' offsets
-(8 bytes a passage, itself mapped) is made once and kept beside it. A `.jsonl.gz` file cannot be mapped and is read
-into memory, which is refused for big ones.
+(8 bytes per passage, also mapped) is made once and kept beside it. A `.jsonl.gz` file cannot be mapped; it is read
+into memory, and refused if it is big.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ FLUSH_EVERY = 1 << 16
 
 
 class Corpus(Sequence[Passage]):
-    """Passages by number, as a retriever finds them and a server answers them. Threads may share it."""
+    """The passages of a corpus, by number. Threads may share it."""
 
     fingerprint: str
-    """Hash of the unpacked text (xxh3, 32 hex digits): equal for a file, its copies and its packed form."""
+    """A hash of the unpacked text (xxh3, 32 hex digits): equal for a file, its copies and its packed form."""
 
 
 def open_corpus(path: Path | str, cache_dir: Path | str | None = None) -> Corpus:
@@ -71,7 +71,7 @@ def open_corpus(path: Path | str, cache_dir: Path | str | None = None) -> Corpus
 
 
 def read_corpus(path: Path | str) -> list[Passage]:
-    """All passages of a corpus as a list in memory; for small ones. Errors as those of `open_corpus`."""
+    """All passages of a small corpus as a list in memory. Raises what `open_corpus` raises."""
     path = _existing(path)
     if path.suffix == ".gz":
         return list(open_corpus(path))
@@ -80,7 +80,7 @@ def read_corpus(path: Path | str) -> list[Passage]:
 
 
 def to_passage(line: bytes, number: int, path: Path | str) -> Passage:
-    """The passage of a line; ValueError names the line (`number`, from 1) and shows its beginning."""
+    """The passage in a line; ValueError names the line (`number`, from 1) and quotes its beginning."""
     try:
         passage = orjson.loads(line)
     except ValueError as error:
@@ -94,7 +94,7 @@ def to_passage(line: bytes, number: int, path: Path | str) -> Passage:
 
 
 def _lenient(line: bytes, message: str) -> Any:
-    """Python's reader takes what orjson does not: NaN, lone surrogates, huge numbers."""
+    """Parse a line with Python's reader, which accepts what orjson does not: NaN, lone surrogates, huge numbers."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):  # the latter for thousands of nested brackets
@@ -197,7 +197,7 @@ def _hashed(file: Iterable[bytes], digest: xxhash.xxh3_128) -> Iterator[bytes]:
 
 
 def _offsets(path: Path, cache_dir: Path | str | None) -> np.ndarray:
-    """[HEAD + n + 1] uint64, mapped: kept ones if they are this file's, else new ones."""
+    """The offsets [HEAD + n + 1] uint64, mapped: the kept ones if they belong to this file, else new ones."""
     beside = path.with_name(f"{path.name}.offsets.npy")
     elsewhere = _cache_path(path, cache_dir)
     for candidate in (beside, elsewhere):
@@ -222,7 +222,7 @@ def _cache_path(path: Path, cache_dir: Path | str | None) -> Path:
 
 
 def _kept_offsets(file: Path, corpus: Path) -> np.ndarray | None:
-    """The offsets in `file`, if they are whole and of the corpus as it is now."""
+    """The offsets in `file`, if they are complete and belong to the corpus as it is now; else None."""
     try:
         offsets = np.load(file, mmap_mode="r")
     except (OSError, ValueError, EOFError):
@@ -263,7 +263,7 @@ def _write_header(out: Any, count: int) -> None:
 
 
 def _write_offsets(corpus: Path, out: Any) -> int:
-    """Append head and offsets to `out`; how many numbers these are."""
+    """Append head and offsets to `out`; returns how many numbers these are."""
     stat, digest = corpus.stat(), xxhash.xxh3_128()
     head_at, start, count, pending = out.tell(), 0, 0, []
     out.write(bytes(8 * HEAD))

@@ -40,7 +40,7 @@ class DenseRetriever:
     """Finds the passages whose embeddings have the greatest inner product with the query's."""
 
     def __init__(self, encoder: Encoder, index: Any) -> None:
-        """`index`: a FAISS index of the encoder's dimension. Raises ValueError if it is of another."""
+        """`index` is a FAISS index of the encoder's dimension; ValueError if it has another."""
         if index.d != encoder.dimension:
             raise ValueError(
                 f"the index holds vectors of {index.d} dimensions, but the encoder {encoder.config.model} makes "
@@ -56,7 +56,7 @@ class DenseRetriever:
         return self._encoder.encode_queries(queries)
 
     def search(self, encoded: np.ndarray, topk: int) -> list[list[Ranked]]:
-        """For each embedding its best passages; scores are inner products (negated distances in an L2 index)."""
+        """The best passages for each embedding; scores are inner products (negated distances in an L2 index)."""
         if not len(encoded):
             return []
         scores, numbers = self._index.search(np.ascontiguousarray(encoded, np.float32), min(topk, self._index.ntotal))
@@ -107,7 +107,7 @@ def load_dense(
 
 
 def open_index(path: Path | str) -> Any:
-    """The FAISS index of a file, mapped where FAISS can; ValueError if there is none or it is broken."""
+    """The FAISS index in a file, mapped if FAISS can; ValueError if there is none or it is broken."""
     if not Path(path).is_file():
         raise ValueError(
             f"no index at {path}; give --index_path a FAISS index: one of download.py, or one made of the corpus by "
@@ -123,7 +123,7 @@ def open_index(path: Path | str) -> Any:
 
 
 def check_corpus(index: Any, corpus: Corpus, path: Path | str) -> None:
-    """ValueError unless the index has one vector for each passage and, where it says so, is of this corpus."""
+    """Raise ValueError unless the index has one vector per passage and, if it names its corpus, is of this one."""
     remedy = "give the index and the corpus that belong together, or build the index anew (build_index.py)"
     if index.ntotal != len(corpus):
         raise ValueError(f"{path} holds {index.ntotal:,} vectors, but the corpus {len(corpus):,} passages; {remedy}")
@@ -136,12 +136,12 @@ def check_corpus(index: Any, corpus: Corpus, path: Path | str) -> None:
 
 
 def description_path(index_path: Path | str) -> Path:
-    """The JSON beside an index that says what it was made of."""
+    """The path of the JSON beside an index that says from what the index was made."""
     return Path(f"{index_path}.json")
 
 
 def read_description(index_path: Path | str) -> dict[str, Any] | None:
-    """What `build_index.py` kept beside the index; None for an index from elsewhere."""
+    """The description that `build_index.py` wrote beside the index; None for an index from elsewhere."""
     path = description_path(index_path)
     if not path.is_file():
         return None
@@ -157,7 +157,7 @@ def read_description(index_path: Path | str) -> dict[str, Any] | None:
 
 
 def check_probe(encoder: Encoder, index_path: Path | str) -> None:
-    """ValueError if the index says what it was made with, and this encoder embeds the probe otherwise."""
+    """Raise ValueError if the index holds an embedding of the probe, and this encoder embeds it differently."""
     kept = read_description(index_path)
     if kept is None:
         logger.info("no %s: that the index was made with this encoder cannot be checked", description_path(index_path))
@@ -170,7 +170,7 @@ def check_probe(encoder: Encoder, index_path: Path | str) -> None:
 
 
 def similar(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two embeddings [d] are one encoder's of one text, up to precision."""
+    """Whether two embeddings [d] come from the same encoder and text, up to precision."""
     if one.shape != other.shape:
         return False
     norms = np.linalg.norm(one) * np.linalg.norm(other)
@@ -178,7 +178,7 @@ def similar(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def index_kind(index: Any) -> str:
-    """Which of `sizes.index_bytes`'s kinds a FAISS index is, or its class's name."""
+    """The kind of a FAISS index, as in `sizes.index_bytes`, or the name of its class."""
     kinds = {"IndexFlat": "flat", "IndexScalarQuantizer": "flat_fp16", "IndexIVFPQ": "ivf_pq", "IndexHNSW": "hnsw"}
     while isinstance(index, faiss.IndexPreTransform):
         index = faiss.downcast_index(index.index)

@@ -2,10 +2,10 @@
 
     python local_dense_retriever/download.py --save_dir wiki18
 
-The index comes in two parts that are joined, the corpus packed and is unpacked: wiki18/e5_Flat.index (64.6 GB) and
-wiki18/wiki-18.jsonl (14.3 GB). What was interrupted, by a lost connection or a kill, goes on where it was; what is
-there already is not downloaded again. Every file is checked against the SHA-256 that the hub states. Mirrors and
-private copies are reached by huggingface_hub's own variables: HF_ENDPOINT, HF_TOKEN.
+The two parts of the index are joined to wiki18/e5_Flat.index (64.6 GB); the corpus is unpacked to wiki18/wiki-18.jsonl
+(14.3 GB). An interrupted download, after a lost connection or a kill, continues where it was; files that exist are not
+downloaded again. Every file is checked against the SHA-256 that the hub states. For mirrors and private copies set
+huggingface_hub's own variables, HF_ENDPOINT and HF_TOKEN.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--save_dir", "--save_path", required=True, type=Path, help="folder for the corpus and the index"
     )
-    parser.add_argument("--only", choices=("index", "corpus"), help="one of the two [both]")
+    parser.add_argument("--only", choices=("index", "corpus"), help="fetch only the index, or only the corpus [both]")
     parser.add_argument(
         "--endpoint",
         default=os.environ.get("HF_ENDPOINT") or "https://huggingface.co",
-        help="the hub, or a mirror of it [$HF_ENDPOINT, https://huggingface.co]",
+        help="URL of the hub or of a mirror [$HF_ENDPOINT, else https://huggingface.co]",
     )
     parser.add_argument(
         "--sha256",
@@ -71,7 +71,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--delete_parts", action="store_true", help="remove each part once it is joined or unpacked: saves 65 GB"
     )
-    parser.add_argument("--retries", type=int, default=8, help="attempts in a row that bring no byte [8]")
+    parser.add_argument("--retries", type=int, default=8, help="attempts without any progress before giving up [8]")
     args = parser.parse_args(argv)
     if not re.match(r"https?://[^/\s]", args.endpoint):
         parser.error(f"--endpoint: found {args.endpoint!r}, expected a URL such as https://huggingface.co")
@@ -87,7 +87,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def needed_bytes(source: Source, remotes: Sequence[Remote], folder: Path, delete_parts: bool) -> int:
-    """Free bytes that downloading and joining or unpacking take beside what is in the folder already."""
+    """Free bytes that downloading, and joining or unpacking, need in addition to what is already in the folder."""
     joined = joined_bytes(folder / source.result)
     total = sum(remote.size for remote in remotes)
     to_fetch = sum(remote.size - remote.bytes_in(folder) for remote in _not_joined(source, remotes, folder))
@@ -100,14 +100,14 @@ def needed_bytes(source: Source, remotes: Sequence[Remote], folder: Path, delete
 
 
 def _not_joined(source: Source, remotes: Sequence[Remote], folder: Path) -> list[Remote]:
-    """The parts that are needed still; those that an interrupted join has taken in wholly are not."""
+    """The parts that are still needed: without those that an interrupted join has already copied completely."""
     joined = 0 if source.packed else joined_bytes(folder / source.result)
     ends = itertools.accumulate(remote.size for remote in remotes)
     return [remote for remote, end in zip(remotes, ends, strict=True) if end > joined]
 
 
 def obtain(source: Source, args: argparse.Namespace) -> Path:
-    """The file made of the source's parts, which are downloaded as far as they are missing.
+    """The file made from the source's parts; downloads the parts that are missing.
 
     Raises ValueError if the server does not have them, the disk is too small or a checksum is wrong.
     """

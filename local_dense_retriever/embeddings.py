@@ -1,8 +1,8 @@
 """Embeddings of a corpus on disk: written shard by shard, resumable after a kill at any moment, never mixed.
 
-A folder of n shards holds for each `embeddings-00001-of-0000n.npy` (float16, [rows, d]; shorter than its header says
-until it is done) and beside it a `.json`: of which corpus and encoder, and how many rows are safely on disk. The JSON
-is replaced only after the rows were, so a killed run goes on behind the last ones it vouches for.
+For each of n shards a folder holds `embeddings-00001-of-0000n.npy` (float16, [rows, d]; shorter than its header says
+until it is done) and beside it a `.json`, which names the corpus, the encoder, and how many rows are safely on disk.
+The JSON is updated only after the rows are written, so a killed run continues after the last row that it counts.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """`2/4`: the second of four."""
+        """The shard that a text such as `2/4`, the second of four, names."""
         if not (match := re.fullmatch(r"(\d+)/(\d+)", text)):
             raise ValueError(f"--shard: found {text!r}, expected a part of the whole such as 1/4, 2/4, 3/4 and 4/4")
         return cls(int(match[1]), int(match[2]))
 
     def rows(self, passages: int) -> range:
-        """The passages of this part."""
+        """The numbers of the passages in this part."""
         return range(passages * (self.number - 1) // self.count, passages * self.number // self.count)
 
     def file(self, folder: Path) -> Path:
@@ -59,7 +59,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Origin:
-    """What embeddings are of: a corpus and an encoder. Kept as JSON beside them and beside indices."""
+    """The corpus and the encoder of some embeddings. Kept as JSON beside embeddings and indices."""
 
     corpus: str
     """The corpus's fingerprint."""
@@ -68,7 +68,7 @@ class Origin:
     """Its configuration."""
     dimension: int
     probe: list[float]
-    """The embedding of `dense.PROBE` as a query, which tells encoders of the same name apart."""
+    """The embedding of `dense.PROBE` as a query, which distinguishes encoders of the same name."""
 
     @classmethod
     def of(cls, corpus: Corpus, encoder: Encoder) -> Origin:
@@ -76,7 +76,7 @@ class Origin:
         return cls(corpus.fingerprint, len(corpus), encoder.describe(), encoder.dimension, probe)
 
     def check(self, other: Origin, what: str) -> None:
-        """ValueError unless the two are of the same corpus and encoder."""
+        """Raise ValueError unless both have the same corpus and encoder."""
         if (self.corpus, self.passages) != (other.corpus, other.passages):
             raise ValueError(
                 f"{what} is of another corpus ({other.passages:,} passages, fingerprint {other.corpus}; this one has "
@@ -91,12 +91,12 @@ class Origin:
 
 
 def _settings(encoder: dict[str, Any]) -> dict[str, Any]:
-    """The configuration but for where the model lies: a copy elsewhere is told by the probe."""
+    """The configuration without the model's location: whether a copy elsewhere is the same, the probe shows."""
     return {key: value for key, value in encoder.items() if key not in ("model", "passage_model")}
 
 
 def write_embeddings(corpus: Corpus, encoder: Encoder, folder: Path, shard: Shard, *, chunk: int = CHUNK) -> None:
-    """Encode the passages of a shard, from where an earlier run stopped; its rows take 2 bytes a number on disk.
+    """Encode the passages of a shard, from where an earlier run stopped. On disk, each number takes 2 bytes.
 
     Raises ValueError if the folder holds embeddings of another corpus, encoder or number of shards, or if the disk is
     too small.
@@ -125,7 +125,7 @@ def write_embeddings(corpus: Corpus, encoder: Encoder, folder: Path, shard: Shar
 
 
 def _lock(out: BinaryIO, file: Path) -> None:
-    """Keep the file from other processes until it is closed, or this process ends in whatever way."""
+    """Lock the file against other processes until it is closed or this process ends, for whatever reason."""
     try:
         fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -133,7 +133,7 @@ def _lock(out: BinaryIO, file: Path) -> None:
 
 
 def _start_of_rows(out: BinaryIO, shape: tuple[int, int]) -> int:
-    """Where the rows begin in a file of `shape`; its header is written where there is none of that shape."""
+    """The position at which the rows begin in a file of `shape`; writes its header if it has none of that shape."""
     out.seek(0)
     with contextlib.suppress(ValueError):  # cut off within the header, or none of numpy's
         if np.lib.format.read_magic(out) == (1, 0):
@@ -156,7 +156,7 @@ def _mark_path(file: Path) -> Path:
 
 
 def _mark(file: Path, origin: Origin, done: int, total: int) -> None:
-    """Say that `done` of the shard's `total` rows are on disk; at every moment the old mark or the new one stands."""
+    """Record that `done` of the shard's `total` rows are on disk. The record is replaced in one step."""
     path = _mark_path(file)
     partial = path.with_suffix(f".json.{os.getpid()}")
     with partial.open("w") as out:
@@ -167,7 +167,7 @@ def _mark(file: Path, origin: Origin, done: int, total: int) -> None:
 
 
 def _read_mark(path: Path) -> tuple[int, int, Origin]:
-    """Rows done, rows in all, and their origin; ValueError if the file is none of ours."""
+    """The rows done, all rows, and their origin; ValueError if the file is not one of ours."""
     try:
         mark = json.loads(path.read_text())
         return int(mark["done"]), int(mark["total"]), Origin(**mark["origin"])
@@ -176,7 +176,7 @@ def _read_mark(path: Path) -> tuple[int, int, Origin]:
 
 
 def _rows_done(file: Path, start: int, row_bytes: int) -> int:
-    """Rows that an earlier run of this shard left; 0 where its file is missing or shorter than it should be."""
+    """How many rows an earlier run of this shard wrote; 0 if its file is missing or too short."""
     if not _mark_path(file).is_file() or not file.is_file():
         return 0
     done, _, _ = _read_mark(_mark_path(file))
@@ -184,7 +184,7 @@ def _rows_done(file: Path, start: int, row_bytes: int) -> int:
 
 
 def _check_neighbours(folder: Path, shard: Shard, origin: Origin) -> None:
-    """ValueError if other embeddings in the folder do not belong with this shard."""
+    """Raise ValueError if other embeddings in the folder have another corpus, encoder or number of shards."""
     for mark in sorted(folder.glob("embeddings-*-of-*.json")):
         count = int(mark.stem.rsplit("-", 1)[1])
         if count != shard.count:
@@ -199,7 +199,7 @@ class Embeddings:
     """Complete embeddings of a corpus [n, d], mapped from all shards of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """ValueError if shards are missing or not done, saying which."""
+        """Open all shards; ValueError, which names them, if some are missing or not done."""
         marks = sorted(folder.glob("embeddings-*-of-*.json"))
         if not marks:
             raise ValueError(f"no embeddings in {folder}; run build_index.py with --corpus_path and the encoder first")
@@ -223,7 +223,7 @@ class Embeddings:
                 yield part[start : start + rows].astype(np.float32)
 
     def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """[min(count, n), d] float32 of random rows, in the corpus's order."""
+        """Random rows [min(count, n), d], float32, in the order of the corpus."""
         chosen = np.sort(rng.choice(len(self), min(count, len(self)), replace=False))
         starts = np.cumsum([0, *map(len, self._parts)])
         parts = [

@@ -1,4 +1,4 @@
-"""Texts to embeddings, by any encoder of the HF hub or of a folder."""
+"""Turns texts into embeddings, by any encoder of the Hugging Face hub or in a folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU_BATCH_TOKENS = 2048
 
 
 class Encoder:
-    """An encoder on one device. Not for several threads at once."""
+    """An encoder on one device. Only one thread at a time may use it."""
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class Encoder:
         batch_size: int = 64,
         threads: int | None = None,
     ) -> None:
-        """`device`: None takes a GPU if there is one. `fp16`: None means on GPUs. `batch_size`: texts a forward.
+        """`device`: None uses a GPU if there is one. `fp16`: None uses half precision on GPUs.
 
-        `threads`: CPU threads, each with batches of its own; None takes as many as torch would. The passage model of
-        a pair like DPR's is loaded when the first passage is encoded. Raises ValueError if the model cannot be loaded
-        or does not fit `config`.
+        `batch_size`: texts per forward pass. `threads`: CPU threads, each with batches of its own; None uses as many as
+        torch would. The passage model of a pair such as DPR's is loaded when the first passage is encoded. Raises
+        ValueError if the model cannot be loaded or does not fit `config`.
         """
         self.config = config
         self.device = _device(device)
@@ -51,8 +51,8 @@ class Encoder:
             raise ValueError(f"device: found {device!r}, but torch sees no GPU here; expected cpu")
         self.dtype = torch.float16 if (self.device.type != "cpu" if fp16 is None else fp16) else torch.float32
         self.batch_size = batch_size
-        # Several threads within one forward wait for each other at every operation: on a busy machine that is many
-        # times slower than one thread. Batches side by side wait for nothing.
+        # Several threads in one forward pass wait for each other at every operation, which on a busy machine is many
+        # times slower than one thread. Threads with batches of their own do not wait.
         self._threads = 1 if self.device.type != "cpu" else threads or torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._threads, "encode", initializer=torch.set_num_threads, initargs=(1,))
         self._queries = _Tower(config.model, config, self.device, self.dtype)
@@ -89,7 +89,7 @@ class Encoder:
         return embeddings
 
     def describe(self) -> dict[str, Any]:
-        """The configuration as JSON, to be kept beside embeddings."""
+        """The configuration as a dictionary for JSON, to be kept beside embeddings."""
         return asdict(self.config)
 
 
@@ -106,7 +106,7 @@ def _title_and_text(contents: str) -> tuple[str, str]:
 
 
 def _by_length(ids: Sequence[Sequence[int]], batch_size: int, max_tokens: int | None) -> Iterator[np.ndarray]:
-    """Rows in batches of texts of similar length, which pad little; the longest first, so that memory fails early.
+    """Batches of row numbers of texts of similar length, which need little padding; long ones first, to fail early.
 
     A batch has at most `batch_size` rows and, padded, at most `max_tokens` tokens, but at least one row.
     """
@@ -151,12 +151,12 @@ class _Tower:
 
 
 def _encodable(texts: list[str]) -> list[str]:
-    """The texts with ? for lone surrogates, which JSON may hold and no tokenizer takes."""
+    """The texts with ? for lone surrogates, which JSON may hold, but no tokenizer accepts."""
     return [text if text.isascii() else text.encode("utf-8", "replace").decode() for text in texts]
 
 
 def _pool(output: Any, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:
-    """One vector a text [B, d] from hidden states [B, T, d]; `mask` [B, T] is 1 on the text's tokens."""
+    """One vector per text, [B, d], from hidden states [B, T, d]; `mask` [B, T] is 1 at the text's tokens."""
     if pooling == "pooler":
         return output.pooler_output
     hidden = output.last_hidden_state
@@ -167,7 +167,7 @@ def _pool(output: Any, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:
 
 
 def _load_model(name: str, pooling: Pooling, dtype: torch.dtype) -> Any:
-    """The model, refused if some of its weights are not in the checkpoint: they would be random."""
+    """The model; ValueError if the checkpoint lacks some of its weights, which would be random."""
     try:
         config = transformers.AutoConfig.from_pretrained(name)
         family = _model_class(config)
@@ -189,7 +189,7 @@ def _load_model(name: str, pooling: Pooling, dtype: torch.dtype) -> Any:
 
 
 def _model_class(config: Any) -> Any:
-    """AutoModel, but for DPR, whose two models AutoModel does not tell apart."""
+    """AutoModel, except for DPR, whose two models AutoModel does not distinguish."""
     architectures = getattr(config, "architectures", None) or [""]
     if config.model_type == "dpr" and architectures[0].startswith("DPR"):
         return getattr(transformers, architectures[0])

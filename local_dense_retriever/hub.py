@@ -1,7 +1,7 @@
-"""Files of a data set on the Hugging Face hub, by `huggingface_hub`: going on after a kill, and checked.
+"""Downloads files of data sets on the Hugging Face hub by `huggingface_hub`, resumes after a kill, checks checksums.
 
-`hf_hub_download` throws away what a killed process had; its parts, used here, can go on. All of the library's own
-variables count: HF_TOKEN for private hubs, HF_ENDPOINT for mirrors, HF_HUB_DOWNLOAD_TIMEOUT and so on.
+`hf_hub_download` discards what a killed process had downloaded; the parts of the library used here can resume. The
+library's own variables work: HF_TOKEN for private hubs, HF_ENDPOINT for mirrors, HF_HUB_DOWNLOAD_TIMEOUT and so on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WAIT = tenacity.wait_exponential_jitter(initial=1.0, max=60.0)
 
 
 class Interrupted(Exception):
-    """A failure that another attempt may mend."""
+    """A failure after which another attempt may succeed."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Remote:
         return self.url.rsplit("/", 1)[-1]
 
     def bytes_in(self, folder: Path) -> int:
-        """How much of it lies in the folder, whole or in part."""
+        """How many of its bytes are in the folder, as a whole file or a partial one."""
         path = folder / self.name
         return min(self.size, max(size_of(path), size_of(partial_path(path))))
 
 
 def look_up(repository: str, name: str, *, endpoint: str, sha256: str | None, attempts: int) -> Remote:
-    """Size and checksum of a data set's file; ValueError, with a remedy, if there is none to be had."""
+    """Size and checksum of a file of a data set; ValueError, with a remedy, if they cannot be found out."""
     url = hf_hub_url(repository, name, repo_type="dataset", endpoint=endpoint.rstrip("/"))
     try:
         facts = _retrying(lambda: _asking(url, lambda: get_hf_file_metadata(url)), attempts)
@@ -79,10 +79,10 @@ def look_up(repository: str, name: str, *, endpoint: str, sha256: str | None, at
 
 
 def fetch(remote: Remote, folder: Path, attempts: int) -> Path:
-    """The file in the folder, downloaded as far as it is not there, and checked.
+    """Download what is missing of the file into the folder, and check it; returns its path.
 
-    It grows as `<name>.part`. Attempts are counted from the last one that brought more than was there. Raises
-    ValueError if they run out, or if the checksum is wrong, in which case what was downloaded is removed.
+    It grows as `<name>.part`. An attempt that brings new bytes starts the count of attempts again. Raises ValueError if
+    the attempts run out, or if the checksum is wrong; what was downloaded is then removed.
     """
     target = folder / remote.name
     partial = partial_path(target)
@@ -99,7 +99,7 @@ def fetch(remote: Remote, folder: Path, attempts: int) -> Path:
 
 
 def _read_on(remote: Remote, partial: Path) -> None:
-    """Append to the partial file until it is whole or the connection breaks; Interrupted if that brought nothing."""
+    """Append to the partial file until it is whole or the connection breaks; Interrupted if nothing came."""
     had = size_of(partial)
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
     with partial.open("ab") as out:
@@ -123,7 +123,7 @@ def _read_on(remote: Remote, partial: Path) -> None:
 
 
 def _asking(url: str, action: Callable[[], T]) -> T:
-    """What the action gets; Interrupted for failures that may pass, ValueError for others, OSError for the disk's."""
+    """Run `action`: Interrupted for failures that may pass, ValueError for other failures, OSError for the disk's."""
     try:
         return action()
     except httpx.HTTPError as error:
@@ -153,7 +153,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _retrying(action: Callable[[], T], attempts: int) -> T:
-    """What the action returns, tried again after Interrupted; then ValueError with the last reason."""
+    """Run `action`, again after each Interrupted; once the attempts run out, ValueError with the last reason."""
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(Interrupted),
         stop=tenacity.stop_after_attempt(attempts),

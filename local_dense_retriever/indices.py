@@ -1,4 +1,4 @@
-"""FAISS indices of embeddings, and how much of what is best they find."""
+"""Builds FAISS indices of embeddings, and measures how many of the best passages they find."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ CODEWORDS = 256
 
 @dataclass(frozen=True)
 class IndexOptions:
-    """What may be tuned; None stands for a choice by the corpus's size."""
+    """The options of an index; None chooses by the size of the corpus."""
 
     nlist: int | None = None
-    """IVF: number of clusters [4 sqrt(n), as far as the passages suffice to train them]."""
+    """IVF: number of clusters [4 sqrt(n), or as many as the passages suffice to train]."""
     nprobe: int | None = None
     """IVF: clusters searched for a query [a sixteenth of them, at least 16]."""
     pq_bytes: int | None = None
-    """IVF-PQ: bytes a vector [d/4]."""
+    """IVF-PQ: bytes per vector [d/4]."""
     ef_construction: int = 200
     """HNSW: candidates considered when a vector is linked."""
     ef_search: int = 128
@@ -59,7 +59,7 @@ class IndexOptions:
         return self.nlist or max(1, min(int(4 * math.sqrt(passages)), passages // MIN_TRAINING))
 
     def training_size(self, passages: int) -> int:
-        """IVF-PQ: vectors that clusters and codes are learned from, if there are as many."""
+        """IVF-PQ: the most vectors from which clusters and codes are learned."""
         return max(MAX_TRAINING * self.clusters(passages), MAX_CODE_TRAINING)
 
     def probes(self, clusters: int) -> int:
@@ -68,7 +68,7 @@ class IndexOptions:
 
 @dataclass(frozen=True)
 class Recall:
-    """How an index does beside exact search over the same embeddings."""
+    """How an index compares with exact search over the same embeddings."""
 
     index_type: str
     size: int
@@ -114,7 +114,7 @@ def build_index(embeddings: Embeddings, index_type: str, options: IndexOptions) 
 
 
 def check_options(index_type: str, passages: int, dimension: int, options: IndexOptions) -> None:
-    """ValueError where an index of that type cannot be made of so many passages of that dimension."""
+    """Raise ValueError if an index of this type cannot be made of this many passages of this dimension."""
     if index_type != "ivf_pq":
         return
     if passages < (least := MIN_TRAINING * CODEWORDS):
@@ -136,7 +136,7 @@ def _empty_hnsw(dimension: int, options: IndexOptions) -> Any:
 
 
 def _trained_ivf_pq(embeddings: Embeddings, options: IndexOptions) -> Any:
-    """Clusters and product quantizer learned from a sample of the embeddings."""
+    """An IVF-PQ index whose clusters and product quantizer are learned from a sample of the embeddings."""
     passages, dimension = len(embeddings), embeddings.origin.dimension
     parts = options.pq_bytes or pq_bytes(dimension)
     clusters = options.clusters(passages)
@@ -151,7 +151,7 @@ def _trained_ivf_pq(embeddings: Embeddings, options: IndexOptions) -> Any:
 
 
 def save_index(index: Any, path: Path, description: dict[str, Any]) -> None:
-    """Write the index and the JSON that says what it is of; each appears whole or not at all."""
+    """Write the index and the JSON that describes it; each file appears whole or not at all."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         _write(index, partial)
@@ -175,7 +175,7 @@ def _write(index: Any, path: Path) -> None:
 
 
 def exact_search(embeddings: Embeddings, queries: np.ndarray, topk: int) -> np.ndarray:
-    """[n, topk] numbers of the passages with the greatest inner products, in constant memory."""
+    """The numbers [n, topk] of the passages with the greatest inner products, found in constant memory."""
     best = faiss.ResultHeap(len(queries), min(topk, len(embeddings)), keep_max=True)
     start = 0
     for block in embeddings.blocks():
@@ -187,7 +187,7 @@ def exact_search(embeddings: Embeddings, queries: np.ndarray, topk: int) -> np.n
 
 
 def recall_of(found: np.ndarray, exact: np.ndarray) -> dict[int, float]:
-    """For each k of RECALL_AT that the rankings reach: mean over the queries of |first k found & exact| / k."""
+    """For each k of RECALL_AT up to the rankings' length: the mean over queries of |first k found & exact| / k."""
     ks = [k for k in RECALL_AT if k <= exact.shape[1]]
     return {
         k: float(np.mean([len(set(a[:k]) & set(b[:k])) / k for a, b in zip(found, exact, strict=True)])) for k in ks
@@ -197,7 +197,7 @@ def recall_of(found: np.ndarray, exact: np.ndarray) -> dict[int, float]:
 def build_and_measure(
     embeddings: Embeddings, index_types: Sequence[str], folder: Path, queries: np.ndarray, options: IndexOptions
 ) -> list[Recall]:
-    """Build, save and measure the indices; one file `<type>.index` each, and beside it what it is of.
+    """Build, save and measure the indices, each in a file `<type>.index` with a description beside it.
 
     `queries`: [q, d] float32. Raises ValueError if memory, disk or passages do not suffice.
     """

@@ -1,4 +1,4 @@
-"""What `GET /metrics` tells, in Prometheus' text format."""
+"""The metrics that `GET /metrics` returns, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Metrics:
-    """The instruments of one server, in a registry of their own."""
+    """The counters and histograms of one server, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -46,7 +46,7 @@ class Metrics:
         self._queue_length = Gauge("retrieval_queue_length", "Queries that wait for a batch", registry=registry)
 
     def watch_queue(self, length: Callable[[], int]) -> None:
-        """Ask `length()` for the queue's length whenever the metrics are read."""
+        """Call `length()` for the length of the queue whenever the metrics are read."""
         self._queue_length.set_function(length)
 
     def text(self) -> bytes:

@@ -1,4 +1,4 @@
-"""The flags of the retrieval server, and the retriever that they describe."""
+"""The flags of the retrieval server, and how they become a retriever."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FAISS_FLAGS = ("faiss_gpu", "faiss_fp16", "faiss_threads")
 
 
 def parse_args(description: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags, checked as far as that needs no file; errors end the process as argparse does."""
+    """Parse the flags, and check what needs no file; errors end the process as argparse does."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     _add_retrieval_flags(parser.add_argument_group("what is searched"))
     add_encoder_flags(parser)
@@ -59,11 +59,11 @@ def _add_retrieval_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--language",
-        help="bm25's stemmer and stop words, such as german or chinese; none for neither "
+        help="language of bm25's stemmer and stop words, such as german; none uses neither "
         f"[that of its index; {DEFAULT_LANGUAGE} without one]",
     )
     group.add_argument("--bm25_index_path", help="hybrid: the folder of bm25's index [built in memory]")
-    group.add_argument("--topk", type=int, default=3, help="passages per query where a request does not say [3]")
+    group.add_argument("--topk", type=int, default=3, help="passages per query if a request does not say [3]")
 
 
 def _add_faiss_flags(group: argparse._ArgumentGroup) -> None:
@@ -76,24 +76,24 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
     group.add_argument("--port", type=int, default=8000, help="port to listen on; 0: a free one [8000]")
     group.add_argument("--url_file", type=Path, help="file to write the server's URL to, once it answers")
-    group.add_argument("--max_batch_size", type=int, default=64, help="queries searched together, at most [64]")
+    group.add_argument("--max_batch_size", type=int, default=64, help="most queries searched together [64]")
     group.add_argument(
         "--max_wait_ms",
         type=float,
         default=0.0,
-        help="milliseconds an idle server may wait for a batch to fill; while it is busy batches fill anyway [0]",
+        help="milliseconds that an idle server waits for a batch to fill; a busy one need not wait [0]",
     )
-    group.add_argument("--max_queue", type=int, default=4096, help="queries that may wait; more get 503 [4096]")
+    group.add_argument("--max_queue", type=int, default=4096, help="most queries that wait; others get 503 [4096]")
     group.add_argument(
         "--cache_size",
         type=int,
         default=10_000,
-        help="queries whose results are kept, some 2 KB each at topk 3; 0: none [10000]",
+        help="how many queries' results are kept, some 2 KB each at topk 3; 0: none [10000]",
     )
 
 
 def _fault(args: argparse.Namespace) -> str | None:
-    """What is wrong with the flags."""
+    """A sentence about what is wrong with the flags; None if nothing is."""
     if not 1 <= args.topk <= MAX_TOPK:
         return f"--topk: found {args.topk}, expected 1 to {MAX_TOPK}"
     for flag, least in {"max_batch_size": 1, "max_wait_ms": 0, "max_queue": 1, "cache_size": 0}.items():
@@ -134,7 +134,7 @@ def batching_config(args: argparse.Namespace) -> BatchingConfig:
 
 
 def load_retriever(args: argparse.Namespace, corpus: Corpus) -> Retriever:
-    """The retriever that the flags describe; ValueError, before anything big is loaded, where it does not fit."""
+    """The retriever that the flags describe; ValueError, before anything big is loaded, if it cannot work."""
     if args.retriever_name == "bm25":
         return _load_bm25(args.index_path, corpus, args)
     dense = _load_dense(args, corpus)

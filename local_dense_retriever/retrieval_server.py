@@ -6,10 +6,10 @@
     curl localhost:8000/retrieve -H 'Content-Type: application/json' \\
         -d '{"queries": ["capital of France"], "topk": 3, "return_scores": true}'
 
-The first searches by BM25. `--port 0` takes a free port; `--url_file` says which, once the server answers; until then
-connections wait. Requests of many clients are searched together (`batching.py`). `GET /health` answers when the server
-does, `GET /metrics` gives counts and times for Prometheus. SIGTERM and ctrl-C finish the requests under way, then end
-the process with code 0.
+The first command searches by BM25. With `--port 0` the server takes a free port and, once it answers, writes its URL to
+`--url_file`; until then connections wait. Requests of many clients are searched together (`batching.py`).
+`GET /health` answers once the server is ready, `GET /metrics` returns counts and times for Prometheus. After SIGTERM or
+ctrl-C the server finishes the requests under way, then exits with code 0.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ BACKLOG = 2048  # uvicorn's own
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket; ValueError if the port is in use or the address is not this machine's.
 
-    Listening at once, not only bound: while neither listens two servers may bind the same port, and the later one
-    would not notice (uvloop says nothing). Requests that come early wait.
+    The socket listens at once: as long as two servers have bound the same port and neither listens, the later one would
+    not notice (uvloop says nothing). Requests that come early wait.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family)
@@ -64,7 +64,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that tells its URL once it answers."""
+    """A uvicorn server that writes its URL to a file and the log once it answers."""
 
     def __init__(self, config: uvicorn.Config, url: str, url_file: Path | None) -> None:
         super().__init__(config)
@@ -80,7 +80,7 @@ class Server(uvicorn.Server):
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Bind first, so that a port in use is known before anything big is loaded; then load and answer."""
+    """Bind the port, so that one in use is noticed before anything big is loaded; then load and answer requests."""
     if args.url_file is not None and not args.url_file.parent.is_dir():
         raise ValueError(f"--url_file: expected a file in a folder that exists, found none at {args.url_file.parent}")
     sock = bind(args.host, args.port)
@@ -106,7 +106,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def allow_many_connections() -> None:
-    """Raise the number of open files to what the system lets this process have; each client takes one."""
+    """Raise this process's limit of open files as far as the system allows; each client needs one."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(ValueError, OSError):  # some systems call "no limit" what they do not accept
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

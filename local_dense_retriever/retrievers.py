@@ -1,4 +1,4 @@
-"""What finds passages: the interface of a retriever, BM25, Lucene, and the fusion of several rankings."""
+"""Retrievers, which find passages: their interface, BM25, Lucene, and the fusion of several rankings."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ FUSED_DEPTH = 100
 
 
 class Ranked(NamedTuple):
-    """The number of a passage in the corpus, and how well it matches (the higher, the better)."""
+    """The number of a passage in the corpus, and its score (the higher, the better)."""
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which no one needs here
     score: float
 
 
 class Retriever(Protocol):
-    """What a server needs of a retriever; called from one thread at a time."""
+    """The interface of a retriever; a server calls it from one thread at a time."""
 
     def encode(self, queries: Sequence[str]) -> Any:
-        """What `search` takes: embeddings [n, d] in float32, or the words of each query for BM25."""
+        """Encode queries for `search`: embeddings [n, d] in float32, or, for BM25, the words of each query."""
         ...
 
     def search(self, encoded: Any, topk: int) -> list[list[Ranked]]:
-        """For each encoded query its best passages, best first: at most `topk`, fewer if fewer match."""
+        """The best passages for each encoded query, best first: at most `topk`, fewer if fewer match."""
         ...
 
 
@@ -52,9 +52,9 @@ class Bm25Retriever:
     def build(
         cls, passages: Iterable[dict[str, Any]], *, language: str = DEFAULT_LANGUAGE, show_progress: bool = False
     ) -> Bm25Retriever:
-        """An index of the passages' contents, in memory; some 100 bytes a word while it is built.
+        """Index the passages' contents in memory; building takes some 100 bytes per word.
 
-        Raises ValueError for a language that there are no words of, or if the passages hold no word.
+        Raises ValueError for an unknown language, or if the passages hold no words.
         """
         retriever = cls(bm25s.BM25(method="lucene"), Words(language))
         contents = (passage["contents"] for passage in passages)
@@ -83,7 +83,7 @@ class Bm25Retriever:
     def load(cls, folder: Path | str, corpus: Corpus, language: str | None = None) -> Bm25Retriever:
         """The index that `save` wrote, mapped into memory.
 
-        Raises ValueError if it is not one of this corpus, or not of this `language` (None: whatever it is of).
+        Raises ValueError if it is an index of another corpus or another `language` (None: any language).
         """
         try:
             index = bm25s.BM25.load(folder, mmap=True)
@@ -140,7 +140,7 @@ class LuceneRetriever:
     """An index that pyserini made of the corpus, searched by pyserini, which needs Java."""
 
     def __init__(self, folder: Path | str, corpus: Corpus, threads: int = 4) -> None:
-        """ValueError if pyserini is not installed, or the index is not as large as the corpus."""
+        """Open the index; ValueError if pyserini is not installed, or if index and corpus differ in size."""
         try:
             from pyserini.search.lucene import LuceneSearcher
         except ImportError as error:
@@ -166,7 +166,7 @@ class LuceneRetriever:
         return [[Ranked(self._place(hit.docid), float(hit.score)) for hit in found[number]] for number in numbers]
 
     def _place(self, identifier: str) -> int:
-        """The number of the passage with that id; usually they are the same."""
+        """The number of the passage with this id; usually id and number are the same."""
         number = int(identifier) if identifier.isdecimal() else len(self._corpus)
         if number < len(self._corpus) and str(self._corpus[number].get("id")) == identifier:
             return number
@@ -178,8 +178,9 @@ class LuceneRetriever:
 class HybridRetriever:
     """Several retrievers, their rankings joined by reciprocal rank fusion.
 
-    A passage's score is the sum of 1 / (60 + its rank) over the rankings that hold it among their first FUSED_DEPTH
-    (Cormack, Clarke, Buettcher, SIGIR 2009), whatever `topk` is, so that more passages never change the first ones.
+    A passage's score is the sum of 1 / (60 + its rank) over the rankings that have it among their first FUSED_DEPTH
+    (Cormack, Clarke, Buettcher, SIGIR 2009). FUSED_DEPTH does not depend on `topk`, so a larger `topk` never changes
+    the first passages.
     """
 
     CONSTANT = 60
@@ -203,10 +204,10 @@ class HybridRetriever:
 
 
 def load_bm25(index_path: Path | str | None, corpus: Corpus, language: str | None = None) -> Retriever:
-    """BM25 from an index folder of this project or of pyserini; without one it is built in memory.
+    """BM25 from an index folder of this project or of pyserini; without a folder the index is built in memory.
 
-    `language`: None for that of the index, English without one. Raises ValueError if the folder holds neither, or
-    not of this corpus or language.
+    `language`: None uses that of the index, or English without one. Raises ValueError if the folder holds neither kind
+    of index, or one of another corpus or language.
     """
     if index_path is None:
         return Bm25Retriever.build(corpus, language=language or DEFAULT_LANGUAGE)

@@ -1,6 +1,6 @@
-"""What an index, an encoder and a corpus need of memory and disk, told before anything big is loaded.
+"""Estimates the memory and disk that index, encoder and corpus need, before anything big is loaded.
 
-The numbers for indices are what FAISS stores for a vector of d dimensions, counted from its file format.
+The sizes of indices follow from FAISS's file format, for vectors of d dimensions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UNPACKED_FACTOR = 10
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that a server will need, by part."""
+    """How many bytes of memory a server will need, by part."""
 
     index: int
     encoder: int
@@ -46,17 +46,17 @@ class MemoryEstimate:
 
 
 def gigabytes(count: float) -> str:
-    """A size to read: GB (10^9 bytes) from a tenth on, MB below."""
+    """A size as text: in GB (10^9 bytes) from 0.1 GB on, in MB below."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
 
 
 def pq_bytes(dimension: int) -> int:
-    """Bytes a vector that IVF-PQ uses unless told: one for 4 dimensions (or the nearest divisor of d)."""
+    """IVF-PQ's default bytes per vector: one for every 4 dimensions (or the nearest divisor of d)."""
     return max(parts for parts in range(1, dimension // 4 + 1) if dimension % parts == 0)
 
 
 def index_bytes(kind: str, passages: int, dimension: int, code_bytes: int | None = None) -> int:
-    """Size of an index of `kind` (flat, flat_fp16, ivf_pq, hnsw), in memory and on disk."""
+    """The bytes of an index of `kind` (flat, flat_fp16, ivf_pq, hnsw), in memory and on disk."""
     per_passage = {
         "flat": 4 * dimension,
         "flat_fp16": 2 * dimension,
@@ -67,19 +67,19 @@ def index_bytes(kind: str, passages: int, dimension: int, code_bytes: int | None
 
 
 def encoder_bytes(folder: Path | str, fp16: bool) -> int:
-    """Weights of a model in a local folder; 0 if it lies elsewhere (the hub's usual encoders have 0.1 to 1.4 GB)."""
+    """The bytes of a model's weights in a local folder; 0 if it is elsewhere (usual encoders have 0.1 to 1.4 GB)."""
     files = list(Path(folder).glob("*.safetensors")) or list(Path(folder).glob("pytorch_model*.bin"))
     return sum(file.stat().st_size for file in files) // (2 if fp16 else 1)
 
 
 def corpus_bytes(path: Path | str) -> int:
-    """Memory a corpus takes: all of it if packed, nothing that cannot be given back if mapped."""
+    """The memory that a corpus takes: its size if it is packed, 0 if it is mapped (the system can reclaim that)."""
     path = Path(path)
     return path.stat().st_size * UNPACKED_FACTOR if path.suffix == ".gz" else 0
 
 
 def available_memory() -> int:
-    """Bytes this process may still take: of the machine, or of its control group if that is less."""
+    """The bytes that this process can still get, from the machine or, if that is less, from its control group."""
     free = [psutil.virtual_memory().available]
     for limit, used, stat in (
         ("memory.max", "memory.current", "memory.stat"),
@@ -96,14 +96,14 @@ def available_memory() -> int:
 
 
 def check_memory(estimate: MemoryEstimate, passages: int, dimension: int, kind: str) -> None:
-    """Log the estimate; ValueError if it exceeds what is available, saying what would fit."""
+    """Log the estimate; ValueError, which says what would fit, if it exceeds the available memory."""
     logger.info("%s", estimate)
     if estimate.total > estimate.available:
         raise ValueError(f"{estimate}. {what_would_fit(estimate, passages, dimension, kind)}")
 
 
 def what_would_fit(estimate: MemoryEstimate, passages: int, dimension: int, kind: str) -> str:
-    """A sentence that names the smaller kinds of index that the available memory holds."""
+    """A sentence that names the smaller kinds of index that would fit into the available memory."""
     room = estimate.available - (estimate.total - estimate.index)
     remedies = {
         "flat_fp16": "half precision (--faiss_fp16, or build_index.py --index_type flat_fp16)",
@@ -123,7 +123,7 @@ def what_would_fit(estimate: MemoryEstimate, passages: int, dimension: int, kind
 
 
 def check_disk(folder: Path, needed: int, what: str) -> None:
-    """ValueError if the disk of `folder` has less than `needed` bytes free."""
+    """Raise ValueError if the disk of `folder` has less than `needed` bytes free."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:

@@ -1,9 +1,9 @@
-"""The words of a text as BM25 compares them, for any script.
+"""Splits texts into the words that BM25 compares, for any script.
 
-Words are runs of letters and digits, without stop words, reduced to their stems; which, the language says. Chinese,
-Japanese, Thai, Lao, Khmer and Burmese put no spaces between words, and Korean glues particles to them: there, every
-two neighbouring characters count as a word, so that no dictionary is needed. A text may mix both. Passages also keep
-the single characters of such scripts, so that a query of one character finds them.
+Words are runs of letters and digits, without stop words, reduced to their stems; the language decides on stop words
+and stems. Chinese, Japanese, Thai, Lao, Khmer and Burmese put no spaces between words, and Korean attaches particles to
+them: there, every two neighbouring characters count as a word, so that no dictionary is needed. A text may mix both.
+For passages, single characters of such scripts count, too, so that a query of one character finds them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _UNSPACED = (
 
 
 def _marks() -> str:
-    """Signs that belong to the letter before them (accents, vowels of Indic scripts), which `\\w` leaves out.
+    """Signs that belong to the letter before them (accents, vowels of Indic scripts) and that `\\w` does not match.
 
-    Those of the basic plane: with more `re` would search a list for every character.
+    Only those of the basic plane: with others, `re` would search a list for every character.
     """
     return "".join(char for char in map(chr, range(0x300, 0x10000)) if unicodedata.category(char)[0] == "M")
 
@@ -51,7 +51,7 @@ _WORD = rf"[\w{_MARKS}]{{2,}}|[{_UNSPACED}]"
 
 
 def languages() -> list[str]:
-    """The names that `--language` takes: those of PyStemmer's stemmers and of bm25s's stop words, and `none`."""
+    """The names that `--language` accepts: those of PyStemmer's stemmers and of bm25s's stop words, and `none`."""
     try:
         import Stemmer
 
@@ -62,13 +62,13 @@ def languages() -> list[str]:
 
 
 def check_language(name: str) -> None:
-    """ValueError, with the choices, unless `name` is one of `languages()`."""
+    """Raise ValueError, which lists the choices, unless `name` is one of `languages()`."""
     if name not in (choices := languages()):
         raise ValueError(f"--language: found {name!r}, expected one of: {', '.join(choices)}")
 
 
 def language_fault(language: str | None, retriever_name: str) -> str | None:
-    """What is wrong with --language beside that --retriever_name; None for nothing."""
+    """What is wrong with --language for this --retriever_name; None if nothing is."""
     if language is None:
         return None
     if retriever_name != "bm25" and retriever_name.partition(":")[0] != "hybrid":
@@ -81,7 +81,7 @@ def language_fault(language: str | None, retriever_name: str) -> str | None:
 
 
 def stemmer_of(language: str) -> Any | None:
-    """PyStemmer's stemmer; None for a language that it has none for, or where it is not installed."""
+    """PyStemmer's stemmer for a language; None if it has none, or is not installed."""
     try:
         import Stemmer
     except ImportError:
@@ -92,7 +92,7 @@ def stemmer_of(language: str) -> Any | None:
 
 
 class Words:
-    """Splits passages and queries into words, both in the same way."""
+    """Splits passages and queries into words in the same way."""
 
     def __init__(self, language: str = DEFAULT_LANGUAGE) -> None:
         check_language(language)
@@ -105,7 +105,7 @@ class Words:
         return self._stemmer is not None
 
     def of_passages(self, texts: Iterable[str], *, show_progress: bool = False) -> Any:
-        """bm25s's `Tokenized`: for each text the numbers of its words, and the vocabulary."""
+        """The texts as bm25s's `Tokenized`: for each text the numbers of its words, and the vocabulary."""
         return self._tokenize((spaced(text, single=True) for text in texts), True, show_progress)
 
     def of_queries(self, texts: Iterable[str]) -> list[list[str]]:
@@ -123,9 +123,9 @@ class Words:
 
 
 def spaced(text: str, *, single: bool) -> str:
-    """The text with spaces around the words to be; `single`: also each character of an unspaced script by itself.
+    """The text with spaces around its words; with `single` also each character of scripts without spaces is a word.
 
-    Forms of a character that mean the same become one (NFKC: wide and narrow letters, composed and decomposed accents).
+    Equivalent forms of a character become one (NFKC: wide and narrow letters, composed and decomposed accents).
     """
     if text.isascii():
         return text
@@ -133,7 +133,7 @@ def spaced(text: str, *, single: bool) -> str:
 
 
 def _pairs(run: str, single: bool) -> list[str]:
-    """The neighbours in a run, two and two; a character with its marks is one."""
+    """The pairs of neighbours in a run of characters; a character and its marks count as one."""
     characters = _CHARACTER.findall(run)
     pairs = [first + second for first, second in itertools.pairwise(characters)]
     return pairs + characters if single or not pairs else pairs

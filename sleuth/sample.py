@@ -169,15 +169,19 @@ class TokenTrace:
             )
 
 
-def check_ids(ids: Sequence[int], vocab_size: int | None) -> None:
-    """ValueError for response ids that the model has no embedding of; None: how many it has is not known."""
+def check_ids(ids: Sequence[int], vocab_size: int | None, of: str = "the response") -> None:
+    """ValueError for ids (`of` what, the message says) that the model has no embedding of.
+
+    `vocab_size`: how many it has; None if that is not known.
+    """
     if not ids or vocab_size is None:
         return
     low, high = min(ids), max(ids)
     if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
         raise ValueError(
-            f"expected ids in [0, {vocab_size}), the rows of the model's embedding, found "
-            f"{low if low < 0 else high} in the response; is the tokenizer the one of the model?"
+            f"expected ids in [0, {vocab_size}), the rows of the model's embedding, found {wrong} in {of}, at "
+            f"position {list(ids).index(wrong)}; is the tokenizer the one of the model?"
         )
 
 

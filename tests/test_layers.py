@@ -51,5 +51,15 @@ def test_the_framework_imports_neither_hooks_nor_scripts():
     assert upward == []
 
 
+def test_engines_know_nothing_of_the_flags():
+    upward = [
+        f"{module} imports {name}"
+        for module, names in GRAPH.items()
+        for name in names
+        if module.startswith("sleuth.engine.") and name.startswith("sleuth.arguments")
+    ]
+    assert upward == []
+
+
 def test_nothing_imports_the_loop():
     assert [module for module, names in GRAPH.items() if "train" in names] == []

@@ -91,6 +91,11 @@ def _placement(args: AllFlags) -> Iterator[str]:
             f"--rollout-num-gpus {args.rollout_num_gpus} must be a multiple of --rollout-num-gpus-per-engine "
             f"{args.rollout_num_gpus_per_engine}; change one of them"
         )
+    if args.colocate and args.update_weights_through == "distributed":
+        yield (
+            "--update-weights-through distributed needs engines on GPUs of their own, since NCCL takes a GPU once; "
+            "leave out --colocate, or take --update-weights-through tensor"
+        )
 
 
 def _batches(args: AllFlags) -> Iterator[str]:

@@ -202,10 +202,11 @@ class RolloutArgs(Group):
         "is up to N - 1 steps old, and colocated engines keep their weights on the GPU while the trainer works. "
         "Weights are also sent at the start, before each evaluation and at the end.",
     )
-    update_weights_through: Literal["tensor", "disk"] = Field(
+    update_weights_through: Literal["tensor", "distributed", "disk"] = Field(
         "tensor",
-        description="How weights reach the engines. tensor: in requests; disk: as a Hugging Face folder under "
-        "--run-dir, which the machines of all engines must see.",
+        description="How weights reach the engines. tensor: in requests; distributed: broadcast over a process group "
+        "(NCCL on GPUs), for engines on GPUs of their own; disk: as a Hugging Face folder under --run-dir, which the "
+        "machines of all engines must see.",
     )
     max_failure_rate: Fraction = Field(
         0.2, description="Stop the run when more than this share of a step's samples failed or were aborted."

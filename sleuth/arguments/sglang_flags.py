@@ -13,6 +13,8 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from sleuth.engine.options import option_flag
+
 PREFIX = "sglang_"
 
 _ONE_NODE = "an engine lies on one node"
@@ -90,17 +92,8 @@ def options_to_yaml(options: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     }
 
 
-def option_words(options: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """The options as SGLang's command line takes them."""
-    return tuple(word for name, words in options.items() for word in (option(name), *words))
-
-
-def option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def clashes(options: Collection[str]) -> Iterator[str]:
     """What is wrong with options that are set from elsewhere."""
     for name in options:
         if name in SET_HERE:
-            yield f"--sglang-{name.replace('_', '-')} follows from the rest of a run: {SET_HERE[name]}"
+            yield f"{option_flag(name)} follows from the rest of a run: {SET_HERE[name]}"

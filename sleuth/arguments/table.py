@@ -11,6 +11,7 @@ from rich.table import Table
 from sleuth.arguments.args import Args
 from sleuth.arguments.checks import flag
 from sleuth.arguments.parser import NOT_FLAGS, groups_of
+from sleuth.engine.options import option_flag
 
 
 def config_table(args: Args, *, only_changed: bool = False) -> Renderables:
@@ -22,7 +23,7 @@ def config_table(args: Args, *, only_changed: bool = False) -> Renderables:
         if names:
             tables.append(_group_table((group.__doc__ or "").split(". ")[0].split(" (")[0], names, args))
     if args.sglang_options:
-        rows = [(flag(f"sglang_{name}"), " ".join(words), "bold") for name, words in args.sglang_options.items()]
+        rows = [(option_flag(name), " ".join(words), "bold") for name, words in args.sglang_options.items()]
         tables.append(_table("Options of SGLang's own", rows))
     for section, values in args.custom_config.items():
         tables.append(_table(f"Settings of the hooks: {section}", [(*row, "") for row in flattened(values)]))

@@ -14,9 +14,9 @@ from typing import Any
 import ray
 
 from sleuth.arguments import Args
-from sleuth.arguments.sglang_flags import option_words
 from sleuth.cluster.placement import Device, Placement
 from sleuth.engine.actor import EngineActor
+from sleuth.engine.options import option_words
 from sleuth.engine.server import EngineConfig
 from sleuth.weight_sync.control import EngineGroup
 

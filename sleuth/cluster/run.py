@@ -109,6 +109,7 @@ def start_run(args: Args, run_dir: Path, interruption: Interruption) -> Iterator
             share_memory(args, trainer, rollout)
         rollout.wait_until_ready(state)
         yield Run(args, trainer, rollout, Progress.start(steps_done, args.load), interruption)
+        trainer.close()  # not after an error: ranks may wait for each other, and all of them end with Ray
 
 
 def share_memory(args: Args, trainer: TrainGroup, rollout: RolloutGroup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections import deque
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+import torch
 from torch import Tensor
 
 from sleuth.algo.optimizer_steps import OptimizerStepBatch
@@ -21,6 +23,11 @@ from sleuth.engine.devices import check_granted
 
 if TYPE_CHECKING:
     from sleuth.megatron.lending import Part
+    from sleuth.weight_sync.distributed import BroadcastGroup
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_SECONDS = 30.0
 
 
 class TrainActor:
@@ -30,6 +37,7 @@ class TrainActor:
         configure_logging(run_dir, f"trainer_{rank}")
         self.args, self.run_dir, self.rank = args, run_dir, rank
         self.gpu_ids = [] if gpu_id is None else [gpu_id]
+        self._broadcast: BroadcastGroup | None = None
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")  # of the one GPU that it sees
 
     def rendezvous(self) -> tuple[str, int]:
@@ -63,15 +71,34 @@ class TrainActor:
 
     def push_weights(self, engine_urls: list[str], version: str) -> None:
         """Gather the weights (all ranks) and send them to every engine (rank 0)."""
-        from sleuth.weight_sync.tensor import push_weights
+        from sleuth.megatron.weights import hf_names
+        from sleuth.weight_sync.buckets import expect_names
 
         weights = self.trainer.hf_weights()
-        if self.rank > 0:  # the gathers are collective: every rank takes part to the end
+        try:
+            if self.rank == 0:
+                self._send(engine_urls, expect_names(weights, hf_names(self.trainer.shape)), version)
+        finally:  # the gathers are collective: every rank takes part to the end
             deque(weights, maxlen=0)
-        elif self.args.update_weights_through == "disk":
+
+    def _send(self, engine_urls: list[str], weights: Iterator[tuple[str, Tensor]], version: str) -> None:
+        from sleuth.weight_sync.tensor import push_weights
+
+        if self.args.update_weights_through == "disk":
             self._push_by_disk(engine_urls, weights, version)
+        elif self.args.update_weights_through == "distributed":
+            self._push_by_broadcast(engine_urls, weights, version)
         else:
             push_weights(engine_urls, weights, version, tensor_parallel_size=self.args.rollout_num_gpus_per_engine)
+
+    def _push_by_broadcast(self, engine_urls: list[str], weights: Iterator[tuple[str, Tensor]], version: str) -> None:
+        """Over a process group that is made before the first update and kept for the run."""
+        from sleuth.weight_sync.distributed import BroadcastGroup
+
+        if self._broadcast is None:
+            ranks = self.args.rollout_num_gpus_per_engine if torch.cuda.is_available() else 1
+            self._broadcast = BroadcastGroup(engine_urls, tensor_parallel_size=ranks)
+        self._broadcast.push(weights, version)
 
     def _push_by_disk(self, engine_urls: list[str], weights: Iterator[tuple[str, Tensor]], version: str) -> None:
         from sleuth.megatron.convert import write_hf_folder
@@ -87,6 +114,11 @@ class TrainActor:
 
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
         self.trainer.save(step, rollout_state)
+
+    def close(self) -> None:
+        """Leave the process group with the engines, where there is one."""
+        if self._broadcast is not None:
+            self._broadcast.close()
 
 
 class TrainGroup:
@@ -133,3 +165,10 @@ class TrainGroup:
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
         self.turn_to(Turn.SAVE)
         ray.get([actor.save.remote(step, rollout_state) for actor in self._actors])
+
+    def close(self) -> None:
+        """Let the ranks take leave of the engines; what does not answer in time is left to its end."""
+        try:
+            ray.get([actor.close.remote() for actor in self._actors], timeout=CLOSE_TIMEOUT_SECONDS)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("a trainer rank did not close: %s", error)

@@ -20,10 +20,10 @@ def read_prompt(value: Any, where: str, *, padded: bool = False) -> Prompt:
     Raises ValueError if `value` is not a prompt.
     """
     if isinstance(value, str) and value:
-        decoded = _decoded(value)
-        if not _are_messages(decoded):
+        found = decoded(value)
+        if not _are_messages(found):
             return value
-        value, padded = decoded, False
+        value, padded = found, False
     if not _are_messages(value):
         raise ValueError(
             f"expected a text or a list of messages with role and content in {where}, found {_short(value)}"
@@ -37,7 +37,7 @@ def read_tools(value: Any, where: str, *, padded: bool = False) -> list[Message]
     `where` and `padded` as in `read_prompt`. Raises ValueError if `value` is anything else.
     """
     if isinstance(value, str):
-        value, padded = None if value.strip() in ("", "null") else _decoded(value), False
+        value, padded = None if value.strip() in ("", "null") else decoded(value), False
     if value is None or value == []:
         return None
     tools = [_tool(tool, padded) for tool in value] if isinstance(value, list) else []
@@ -51,7 +51,7 @@ def read_tools(value: Any, where: str, *, padded: bool = False) -> list[Message]
 
 def _tool(tool: Any, padded: bool) -> Any:
     if isinstance(tool, str):
-        return _decoded(tool)
+        return decoded(tool)
     return without_padding(tool) if padded else tool
 
 
@@ -64,7 +64,7 @@ def without_padding(value: Any) -> Any:
     return value
 
 
-def _decoded(text: str) -> Any:
+def decoded(text: str) -> Any:
     """The list or dictionary if the text is JSON of one, else the text itself."""
     if not text.lstrip().startswith(("[", "{")):
         return text

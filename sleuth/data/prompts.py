@@ -20,13 +20,12 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from sleuth.arguments import Args
 from sleuth.data.labels import is_blank
 from sleuth.data.messages import Prompt, read_prompt, read_tools
-from sleuth.data.records import Records, read_records
+from sleuth.data.records import CHECKED_ROWS, Records, read_records
 from sleuth.data.render import PromptRenderer
 from sleuth.data.stream import RowStream
 
 logger = logging.getLogger(__name__)
 
-CHECKED_ROWS = 16
 NAMED_ROWS = 5
 """Rows that a warning names."""
 
@@ -99,10 +98,9 @@ def check_labels(path: str, args: Args, can_win: Callable[[Any], bool], *, evalu
             raise ValueError(f"{where}: {error}") from None
     if not lost:
         return None
-    named = ", ".join(map(str, lost[:NAMED_ROWS])) + (" and others" if len(lost) > NAMED_ROWS else "")
     return (
         f"{path}: {len(lost)} of {len(selected)} rows have no accepted answer in the column {keys.label!r}, so that "
-        f"none can be right there (rows {named}); leave them out, or name another column with {keys.label_flag}"
+        f"none can be right there (rows {_listed(lost)}); leave them out, or name another column with {keys.label_flag}"
     )
 
 
@@ -202,7 +200,6 @@ def _drop_long(rows: list[PromptRow], path: str, limit: int) -> list[PromptRow]:
 def _tell_blank_labels(rows: list[PromptRow], path: str, column: str) -> None:
     blank = [row.index for row in rows if is_blank(row.label)]
     if blank:
-        named = ", ".join(map(str, blank[:NAMED_ROWS])) + (", ..." if len(blank) > NAMED_ROWS else "")
         logger.warning(
             "%s: %d of %d rows have no answer in their label, column %r (rows %s): a reward that compares with the "
             "label is never given there",
@@ -210,5 +207,10 @@ def _tell_blank_labels(rows: list[PromptRow], path: str, column: str) -> None:
             len(blank),
             len(rows),
             column,
-            named,
+            _listed(blank),
         )
+
+
+def _listed(rows: list[int]) -> str:
+    """The first numbers, such as `1, 3, 4, 5, 6, ...`."""
+    return ", ".join(map(str, rows[:NAMED_ROWS])) + (", ..." if len(rows) > NAMED_ROWS else "")

@@ -20,6 +20,8 @@ import pyarrow.parquet as pq
 from sleuth.data_path import DataPath
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
+CHECKED_ROWS = 16
+"""How many of the first rows are looked at before a run starts."""
 BATCH_ROWS = 1024
 """Rows of a parquet file that are turned into Python objects at a time."""
 BUFFER_BYTES = 1 << 16
@@ -194,9 +196,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines that are not blank, with their numbers from 1. Only `\\n` ends a line."""
     try:
         opened = gzip.open if path.suffix == ".gz" else open
-        with opened(
-            path, "rt", encoding="utf-8-sig", newline="\n"
-        ) as file:  # some editors begin with a byte order mark
+        # utf-8-sig: some editors begin a file with a byte order mark.
+        with opened(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             yield from ((number, line) for number, line in enumerate(file, start=1) if line.strip())
     except (UnicodeDecodeError, EOFError, OSError, zlib.error) as error:  # not UTF-8, cut short, not gzip, damaged
         raise ValueError(

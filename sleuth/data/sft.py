@@ -12,13 +12,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from sleuth.data.records import read_records
+from sleuth.data.records import CHECKED_ROWS, read_records
 from sleuth.data.render import check_encodable, opening_ids, with_opening
 from sleuth.data.stream import RowStream
 from sleuth.sample import TrainSample
 
 Segments = list[dict[str, Any]]
-CHECKED_ROWS = 16
 
 
 class SftStream(RowStream[Segments]):

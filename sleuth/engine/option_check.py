@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sleuth.arguments.sglang_flags import option
+from sleuth.engine.options import option, option_flag
 from sleuth.engine.server import EngineConfig, has_cuda, server_environment
 
 TIMEOUT_SECONDS = 300.0
@@ -41,7 +41,7 @@ def check_options(options: Mapping[str, Sequence[str]]) -> None:
     try:
         release = version("sglang")
     except PackageNotFoundError:
-        named = ", ".join(f"--sglang{option(name)[1:]}" for name in options)
+        named = ", ".join(map(option_flag, options))
         raise NoSglangError(f"{named}: expected SGLang, to check them, found none in {sys.prefix}") from None
     remembered = _cache() / hashlib.sha256(json.dumps([release, options], sort_keys=True).encode()).hexdigest()
     if remembered.exists():
@@ -92,10 +92,12 @@ def find_problems(options: Mapping[str, Sequence[str]], parser: argparse.Argumen
     """What is wrong with each option, taken alone."""
     names = list(parser._option_string_actions)
     for name, words in options.items():
-        given = f"--sglang{option(name)[1:]}"
+        given = option_flag(name)
         if option(name) not in names:
             nearest = difflib.get_close_matches(option(name), names, n=1, cutoff=CLOSE)
-            hint = f"did you mean --sglang{nearest[0][1:]}?" if nearest else "see python -m sglang.launch_server --help"
+            hint = "see python -m sglang.launch_server --help"
+            if nearest:
+                hint = f"did you mean {option_flag(nearest[0].removeprefix('--'))}?"
             yield f"{given}: SGLang has no option {option(name)}; {hint}"
             continue
         try:

@@ -12,7 +12,7 @@ import json
 import logging
 import queue
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +99,7 @@ class Checkpoints:
     def save(self, folder: Path, step: int, rollout_state: dict[str, Any], *, keep: int = 0) -> Path:
         """Save as the newest checkpoint of `folder`, then delete all but the latest `keep` (0: keep all). Collective.
 
-        Returns the checkpoint's folder.
-
-        Raises OSError, with the previous checkpoints intact, when the disk is full.
+        Returns the checkpoint's folder. Raises OSError, with the previous checkpoints intact, when the disk is full.
         """
         unfinished = checkpoints.unfinished_folder(folder, step)
         self._on_first_rank(lambda: self._prepare(folder, unfinished))
@@ -180,7 +178,7 @@ class Checkpoints:
             )
 
     @staticmethod
-    def _on_first_rank(action: Any) -> None:
+    def _on_first_rank(action: Callable[[], object]) -> None:
         """Run `action` on rank 0; an error in it is raised on every rank."""
         error: Exception | None = None
         if dist.get_rank() == 0:
@@ -236,14 +234,14 @@ def _sharding_metadata() -> dict[str, Any]:
 def _load_into(state: dict[str, Any], found: Path, model_state: dict[str, dict[str, Any]]) -> None:
     """Read the checkpoint `found` into `state`; ValueError if it does not fit the model, described by `model_state`."""
     for chunk in model_state.values():
-        _check_shapes(chunk, found)
+        check_shapes(chunk, found)
     try:
         state.update(dist_checkpointing.load(state, str(found)))
     except (CheckpointingException, CheckpointException, KeyError, RuntimeError) as error:
         raise ValueError(f"the checkpoint in {found} does not fit this model or configuration: {error}") from error
 
 
-def _check_shapes(chunk: dict[str, Any], found: Path) -> None:
+def check_shapes(chunk: dict[str, Any], found: Path) -> None:
     """Raise ValueError, which names the tensor, if the checkpoint lacks one or holds it in another shape."""
     stored = dist_checkpointing.load_tensors_metadata(str(found))
     for wanted in chunk.values():

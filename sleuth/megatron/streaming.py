@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch import Tensor
 from torch.distributed import checkpoint
 
-from sleuth.megatron.checkpoint import _check_shapes
+from sleuth.megatron.checkpoint import check_shapes
 from sleuth.megatron.model import PolicyModel
 
 PIECE_BYTES = 200_000_000
@@ -106,7 +106,7 @@ class StreamedLoad:
         for chunk in chunks:
             state = chunk.sharded_state_dict()
             with self._readable():
-                _check_shapes(state, found)
+                check_shapes(state, found)
             self._waiting |= {id(p): (p, state[name]) for name, p in chunk.named_parameters()}
 
     def __call__(self, parameter: torch.nn.Parameter) -> Tensor:

@@ -259,6 +259,7 @@ TIME = (
         "importance_sampling: the TIS hook in one optimizer step, part of train",
     ),
     Metric("perf/rollout_tokens_per_second", "tokens/s", "generated tokens of the step / seconds of its rollout"),
+    Metric("perf/prefix_cache_share", "share", "tokens sent to the engines that their prefix caches held already"),
     Metric("perf/<name>", "", "any other number about throughput or memory"),
 )
 

@@ -3,14 +3,14 @@
     async with EngineClient(urls, max_concurrency=256, vocab_size=embedding_size(model_path)) as client:
         generation = await client.generate(input_ids, {"temperature": 1.0, "max_new_tokens": 64})
 
-Requests go to the engines in turn. The number of requests under way is bounded for each engine; a trajectory that
-searches has no request under way, so it does not count.
+A trajectory stays with one engine, whose prefix cache holds its beginning (`sleuth.rollout.routing`). The number of
+requests under way is bounded for each engine; a trajectory that searches has no request under way, so it does not
+count.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import math
@@ -26,6 +26,8 @@ import tenacity
 
 from sleuth.hooks.context import Generation, StopRunError
 from sleuth.retries import failure, with_retries
+from sleuth.rollout.routing import Router
+from sleuth.sample import check_ids
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ FIRST_WAIT_SECONDS = 0.5
 MAX_WAIT_SECONDS = 8.0
 WARNING_SECONDS = 5.0
 """Between two warnings of failed attempts."""
+SLACK_SHARE = 16
+"""An engine may have 1/16 of its places more under way than another before trajectories leave it."""
 TRANSIENT_STATUS = frozenset({429, 500, 502, 503, 504})
 # The contract of `generate` needs these parameters, so the caller's cannot change them.
 FIXED_SAMPLING_PARAMS = {
@@ -82,7 +86,8 @@ class EngineClient:
         self.urls = tuple(url.rstrip("/") for url in urls)
         self.vocab_size = vocab_size
         self._places = {url: asyncio.Semaphore(max_concurrency) for url in self.urls}
-        self._turns = itertools.cycle(self.urls)
+        self._router = Router(self.urls, slack=max(1, max_concurrency // SLACK_SHARE))
+        self._sent_tokens = self._cached_tokens = 0
         self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=10.0)
         self._attempts = attempts
         self._wait = tenacity.wait_random_exponential(multiplier=first_wait, max=MAX_WAIT_SECONDS)
@@ -103,6 +108,8 @@ class EngineClient:
             "return_logprob": True,
         }
         url, answer = await self._request_with_retries("generate", body)
+        self._sent_tokens += len(input_ids)
+        self._cached_tokens += answer["meta_info"].get("cached_tokens") or 0
         return _parse_generation(answer, url)
 
     async def score(self, input_ids: Sequence[int]) -> list[float]:
@@ -125,6 +132,12 @@ class EngineClient:
             raise EngineError(f"{url}: expected scores of {len(input_ids) - 1} ids, found {len(ids)} of other ids")
         return log_probs
 
+    def take_cached_share(self) -> float:
+        """The share of the tokens given to `generate` since the last call that the engines' prefix caches held."""
+        share = self._cached_tokens / max(1, self._sent_tokens)
+        self._sent_tokens = self._cached_tokens = 0
+        return share
+
     async def abort_all(self) -> None:
         """Ask every engine to end its requests; each `generate` under way returns with finish_reason "abort"."""
         await asyncio.gather(*(self._request(url, "abort_request", b'{"abort_all": true}') for url in self.urls))
@@ -146,22 +159,20 @@ class EngineClient:
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:
             raise ValueError("expected at least one input id, found none: the engine needs a prompt")
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= self.vocab_size:
-            wrong = low if low < 0 else high
-            raise ValueError(
-                f"expected ids in [0, {self.vocab_size}), the rows of the model's embedding, found {wrong} at position "
-                f"{list(ids).index(wrong)}: is the tokenizer the one of the model?"
-            )
+        check_ids(ids, self.vocab_size, "the request")
 
     async def _request_with_retries(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Send a request, each attempt to the next engine in turn; returns the URL that answered, and its answer."""
+        """Send a request, a further attempt to another engine if there is one; returns the URL and its answer."""
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
         async def attempt() -> tuple[str, dict[str, Any]]:
-            url = next(self._turns)
-            async with self._places[url]:
-                return url, await self._request(url, path, data)
+            with self._router.place(body["input_ids"]) as url:
+                async with self._places[url]:
+                    try:
+                        return url, await self._request(url, path, data)
+                    except _TransientError:
+                        self._router.failed(url)
+                        raise
 
         return await with_retries(
             attempt,

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from sleuth.arguments import Args
 from sleuth.hooks import FailSample, StopRunError, accepts_evaluation, load_hook, rollout_context, single_turn
+from sleuth.rollout.routing import one_trajectory
 from sleuth.sample import Sample, SampleStatus, StopReason
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ class HookRunner:
         extra = {"evaluation": evaluation} if self._takes_evaluation else {}
         try:
             async with self._call("generate", sample):
-                returned = await self.hooks.generate(self.args, sample, dict(params), **extra)
+                with one_trajectory():
+                    returned = await self.hooks.generate(self.args, sample, dict(params), **extra)
                 sample = _checked(returned)
             if sample.status not in UNUSABLE:
                 async with self._call("reward", sample):

@@ -66,7 +66,8 @@ class RolloutManager:
 
     def generate(self, step: int) -> StepData:
         """Roll out one step. Raises RolloutError when too many trajectories fail."""
-        drain_step_metrics()  # of an evaluation in between
+        drain_step_metrics()  # of an evaluation in between, and so below
+        self.engine.take_cached_share()
         start = time.perf_counter()
         rollout = self._run(self.loop.rollout(self.stream.next_groups))
         seconds = time.perf_counter() - start
@@ -75,6 +76,7 @@ class RolloutManager:
         metrics = shaping | rollout_metrics(samples, rollout.failed) | drain_step_metrics()
         metrics["rollout/filtered_groups"] = float(rollout.filtered_groups)
         metrics["perf/rollout_tokens_per_second"] = sum(sum(s.trace.loss_mask) for s in samples) / seconds
+        metrics["perf/prefix_cache_share"] = self.engine.take_cached_share()
         self._write_trajectories(f"step_{step:07d}", samples)
         return StepData(shard_batch(self.args, train_samples(self.args, rollout.groups)), metrics)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
@@ -16,7 +16,10 @@ from sleuth.loopback import direct_session
 logger = logging.getLogger(__name__)
 
 PauseMode = Literal["abort", "retract", "in_place"]
+Body = dict[str, Any] | bytes
 FLUSH_POLL_SECONDS = 0.1
+AFTERMATH_SECONDS = 30.0
+"""Per request after a failure: what an engine then does not answer in this time is left."""
 
 
 class WeightSyncError(RuntimeError):
@@ -41,16 +44,20 @@ class EngineGroup:
         self._pool = ThreadPoolExecutor(len(self.urls), thread_name_prefix="weight-sync")
 
     def close(self) -> None:
-        self._pool.shutdown()
+        """Requests that still wait for an answer are left to their time limit."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
         self._session.close()
 
-    def post(self, path: str, body: dict[str, Any] | bytes) -> None:
-        """Post to all engines at the same time; a WeightSyncError says which engines failed, and why."""
-        errors = [error for error in self._pool.map(lambda url: self._post_one(url, path, body), self.urls) if error]
-        if errors:
-            raise WeightSyncError("; ".join(errors), paused=True)
+    def start(self, path: str, bodies: Sequence[Body]) -> list[Future[str | None]]:
+        """Begin to post `bodies[i]` to engine i; each result is an error that names the engine, or None."""
+        pairs = zip(self.urls, bodies, strict=True)
+        return [self._pool.submit(self._post_one, url, path, body) for url, body in pairs]
 
-    def change_weights(self, path: str, body: dict[str, Any] | bytes) -> None:
+    def post(self, path: str, body: Body) -> None:
+        """Post to all engines at the same time; a WeightSyncError says which engines failed, and why."""
+        raise_errors(future.result() for future in self.start(path, [body] * len(self.urls)))
+
+    def change_weights(self, path: str, body: Body) -> None:
         """As `post`, for requests that change weights: a failure from here on leaves weights partly old, partly new."""
         self.weights_touched = True
         self.post(path, body)
@@ -77,7 +84,7 @@ class EngineGroup:
                     raise
                 time.sleep(FLUSH_POLL_SECONDS)
 
-    def _post_one(self, url: str, path: str, body: dict[str, Any] | bytes) -> str | None:
+    def _post_one(self, url: str, path: str, body: Body) -> str | None:
         try:
             if isinstance(body, bytes):
                 headers = {"Content-Type": "application/json"}
@@ -89,6 +96,12 @@ class EngineGroup:
         if response.status_code != 200:
             return f"{url}/{path} answered {response.status_code}: {response.text[:500]}"
         return None
+
+
+def raise_errors(errors: Iterable[str | None]) -> None:
+    """A WeightSyncError with those that are not None, if any."""
+    if found := [error for error in errors if error]:
+        raise WeightSyncError("; ".join(found), paused=True)
 
 
 @contextmanager
@@ -115,6 +128,7 @@ def paused_engines(urls: Sequence[str], *, mode: PauseMode = "abort", timeout: f
 
 def _after_failure(group: EngineGroup, error: Exception) -> WeightSyncError:
     engines = ", ".join(group.urls)
+    group.timeout = min(group.timeout, AFTERMATH_SECONDS)
     with suppress(WeightSyncError):  # what matters is the first error
         group.close_session()
     if group.weights_touched:

@@ -13,19 +13,15 @@ import logging
 import pickle
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 
 import orjson
-import torch
 
+from sleuth.weight_sync.buckets import DEFAULT_BUCKET_BYTES, NamedTensor, flatten, make_buckets, mark_last
 from sleuth.weight_sync.control import PauseMode, paused_engines
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_BUCKET_BYTES = 256 * 2**20
-
-NamedTensor = tuple[str, torch.Tensor]
 
 
 def push_weights(
@@ -46,21 +42,17 @@ def push_weights(
 
     `named_tensors` is always iterated to its end, even after a failure: other ranks may wait in its collectives.
     """
-    if bucket_bytes < 1:
-        raise ValueError(f"expected bucket_bytes of at least 1, found {bucket_bytes}")
     started = time.monotonic()
     remaining = iter(named_tensors)
     sent = 0
     try:
         with paused_engines(urls, mode=mode, timeout=timeout) as engines:
             engines.open_session()
-            for bucket, is_last in _mark_last(make_buckets(remaining, bucket_bytes)):
+            for bucket, is_last in mark_last(make_buckets(remaining, bucket_bytes)):
                 # Only the last bucket carries the version: until then the weights are partly old, partly new.
                 body = bucket_request(bucket, tensor_parallel_size, version if is_last else None)
                 engines.change_weights("update_weights_from_tensor", body)
                 sent += sum(tensor.nbytes for _, tensor in bucket)
-            if not sent:
-                raise ValueError("expected weights to send, found none")
             engines.close_session()
     finally:
         deque(remaining, maxlen=0)
@@ -69,33 +61,17 @@ def push_weights(
     )
 
 
-def make_buckets(named_tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
-    """Group tensors in their order into buckets of at most `bucket_bytes`; a larger tensor gets its own."""
-    bucket: list[NamedTensor] = []
-    size = 0
-    for name, tensor in named_tensors:
-        if bucket and size + tensor.nbytes > bucket_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
 def bucket_request(bucket: list[NamedTensor], tensor_parallel_size: int, version: str | None) -> bytes:
     """The JSON body of one `/update_weights_from_tensor`: the bucket flattened, pickled and in base64."""
-    entries, parts, start = [], [], 0
+    entries, start = [], 0
     for name, tensor in bucket:
-        part = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)
-        end = start + part.numel()
+        end = start + tensor.nbytes
         # What SGLang calls FlattenedTensorMetadata, by its fields: its own class is out of reach here, since importing
         # sglang needs the engine's stand-ins on a CPU.
         fields = {"name": name, "shape": tensor.shape, "dtype": tensor.dtype}
-        entries.append(SimpleNamespace(**fields, start_idx=start, end_idx=end, numel=part.numel()))
-        parts.append(part)
+        entries.append(SimpleNamespace(**fields, start_idx=start, end_idx=end, numel=tensor.nbytes))
         start = end
-    payload = {"flattened_tensor": torch.cat(parts), "metadata": entries}
+    payload = {"flattened_tensor": flatten(bucket).cpu(), "metadata": entries}
     encoded = base64.b64encode(pickle.dumps(payload, protocol=pickle.HIGHEST_PROTOCOL)).decode()
     return orjson.dumps(
         {
@@ -105,13 +81,3 @@ def bucket_request(bucket: list[NamedTensor], tensor_parallel_size: int, version
             "weight_version": version,
         }
     )
-
-
-def _mark_last(buckets: Iterator[list[NamedTensor]]) -> Iterator[tuple[list[NamedTensor], bool]]:
-    previous: list[NamedTensor] | None = None
-    for bucket in buckets:
-        if previous is not None:
-            yield previous, False
-        previous = bucket
-    if previous is not None:
-        yield previous, True

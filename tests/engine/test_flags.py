@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from sleuth.arguments import Args, config_table, parse_args
-from sleuth.arguments.sglang_flags import SET_HERE, option, option_words, take_options
+from sleuth.arguments.sglang_flags import SET_HERE, take_options
 from sleuth.cluster.engines import engine_config
 from sleuth.cluster.placement import Device
 from sleuth.cluster.preflight import check_sglang_options
 from sleuth.engine import option_check
 from sleuth.engine.option_check import NoSglangError, check_options, find_problems
+from sleuth.engine.options import option, option_words
 from sleuth.engine.server import EngineConfig, server_args, server_environment
 from tests.flags import error_of, parse, write
 

@@ -166,8 +166,8 @@ def answer(log_probs: list[list[Any]], reason: str = "stop", **more: Any) -> Ans
     return 200, {"text": "x", "output_ids": [entry[1] for entry in log_probs], "meta_info": meta, **more}
 
 
-def scripted(answers: list[Answer], action: Use, **options: Any) -> Any:
-    """Run `action` against a server that gives `answers` in turn, the last one for ever."""
+def scripted(answers: list[Answer], action: Use, *, others: tuple[str, ...] = (), **options: Any) -> Any:
+    """Run `action` against a server that gives `answers` in turn, the last one for ever, and the engines `others`."""
     highest = under_way = 0
 
     async def handle(request: web.Request) -> web.Response:
@@ -190,7 +190,8 @@ def scripted(answers: list[Answer], action: Use, **options: Any) -> Any:
         await site.start()
         port = runner.addresses[0][1]
         options.setdefault("max_concurrency", 8)
-        client = EngineClient([f"http://127.0.0.1:{port}"], vocab_size=512, first_wait=0.01, **options)
+        urls = [*others, f"http://127.0.0.1:{port}"]
+        client = EngineClient(urls, vocab_size=512, first_wait=0.01, **options)
         try:
             return await action(client), highest
         finally:
@@ -236,6 +237,27 @@ def test_transient_answers_are_tried_again(status: int) -> None:
     generation, _ = scripted([(status, {}), (status, {}), answer([[-1.0, 7, None]])], generate)
     assert generation.ids == [7]
     assert generation.weight_version == "3"
+
+
+def test_an_engine_that_is_down_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    async def in_turn(client: EngineClient) -> list[list[int]]:
+        return [(await client.generate([prompt], SAMPLING)).ids for prompt in range(6)]
+
+    caplog.set_level(logging.INFO)
+    found, _ = scripted([answer([[-1.0, 7, None]])], in_turn, others=("http://127.0.0.1:1",))
+    assert found == [[7]] * 6
+    assert sum("127.0.0.1:1/generate cannot be reached" in record.message for record in caplog.records) == 1
+
+
+def test_the_share_of_cached_tokens_is_counted_since_the_last_call() -> None:
+    async def shares(client: EngineClient) -> list[float]:
+        await client.generate([5, 6, 7, 8], SAMPLING)
+        return [client.take_cached_share(), client.take_cached_share()]
+
+    status, body = answer([[-1.0, 7, None]])
+    assert isinstance(body, dict)
+    body["meta_info"]["cached_tokens"] = 3
+    assert scripted([(status, body)], shares)[0] == [0.75, 0.0]
 
 
 def test_attempts_are_bounded() -> None:

@@ -15,7 +15,7 @@ from sleuth.hooks import Generation
 from sleuth.rollout.engine_client import EngineClient
 from sleuth.weight_sync.control import WeightSyncError
 from sleuth.weight_sync.disk import load_weights_from_disk
-from sleuth.weight_sync.tensor import make_buckets, push_weights
+from sleuth.weight_sync.tensor import push_weights
 from tests.conftest import RunningEngine, load_float32
 from tests.tiny_models import make_tiny_model
 
@@ -125,12 +125,6 @@ def test_an_engine_that_is_gone() -> None:
     with pytest.raises(WeightSyncError, match="cannot be reached"):
         push_weights(["http://127.0.0.1:1"], left, "1")
     assert list(left) == [], "ranks that wait in the iterator's collectives must be let go"
-
-
-def test_buckets_keep_order_and_size() -> None:
-    tensors = [(str(i), torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate([3, 3, 3, 20, 1, 9, 1])]
-    buckets = [[name for name, _ in bucket] for bucket in make_buckets(tensors, 10)]
-    assert buckets == [["0", "1", "2"], ["3"], ["4", "5"], ["6"]]
 
 
 def fail_after(tensors: list[tuple[str, torch.Tensor]], count: int) -> Iterator[tuple[str, torch.Tensor]]:
