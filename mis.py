@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,7 @@ from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
 from sleuth.hooks import Settings
-from sleuth.paths import nearest_existing
+from sleuth.paths import check_writable
 
 logger = logging.getLogger(__name__)
 
@@ -118,11 +117,8 @@ class MisSettings(Settings, section="mis", flat=True, flags={"use_tis": "use_tis
 def check_args(args: Any) -> None:
     """Raise ValueError for settings that are wrong; called before a run starts anything."""
     folder = MisSettings.of(args).mis_dump_dir
-    if folder is None:
-        return
-    existing = nearest_existing(folder)
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ValueError(f"mis_dump_dir: expected a folder that can be written, found {existing}; choose another")
+    if folder is not None:
+        check_writable(folder, "mis_dump_dir")
 
 
 def compute_mis_weights_with_cp(

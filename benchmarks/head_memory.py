@@ -197,9 +197,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=whole_number(), default=2048, help="positions of a micro-batch [2048]")
     parser.add_argument("--trained", type=positive(1), default=0.5, help="share of positions with a loss [0.5]")
-    parser.add_argument("--vocabulary", type=whole_number(2), default=151_936, help="words [151936, Qwen's]")
+    parser.add_argument(
+        "--vocabulary", type=whole_number(2), default=151_936, help="words of the vocabulary [151936, Qwen's]"
+    )
     parser.add_argument("--hidden", type=whole_number(), default=256, help="hidden size [256]")
-    parser.add_argument("--chunk-size", type=whole_number(), default=512, help="--log-probs-chunk-size [512]")
+    parser.add_argument(
+        "--chunk-size", type=whole_number(), default=512, help="tokens of a chunk, as --log-probs-chunk-size [512]"
+    )
     parser.add_argument("--trials", type=whole_number(), default=3, help="passes of each formulation [3]")
     parser.add_argument("--threads", type=whole_number(), default=1, help="threads of each process [1]")
     options = parser.parse_args()

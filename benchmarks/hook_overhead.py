@@ -191,10 +191,10 @@ async def measure_reference(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trajectories", type=whole_number(), default=1000)
-    parser.add_argument("--concurrency", type=whole_number(), default=256)
-    parser.add_argument("--group", type=whole_number(), default=8)
-    parser.add_argument("--trials", type=whole_number(), default=7)
+    parser.add_argument("--trajectories", type=whole_number(), default=1000, help="trajectories of a trial [1000]")
+    parser.add_argument("--concurrency", type=whole_number(), default=256, help="trajectories at the same time [256]")
+    parser.add_argument("--group", type=whole_number(), default=8, help="trajectories that find equal passages [8]")
+    parser.add_argument("--trials", type=whole_number(), default=7, help="trials of each formulation [7]")
     options = parser.parse_args()
 
     contents = read_contents(3000)

@@ -136,9 +136,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=whole_number(), default=256, help="samples of an optimizer step [256]")
     parser.add_argument("--shortest", type=whole_number(), default=100, help="tokens of the shortest response [100]")
-    parser.add_argument("--longest", type=whole_number(), default=4000, help="tokens of the longest [4000]")
-    parser.add_argument("--trials", type=whole_number(), default=15, help="repetitions [15]")
-    parser.add_argument("--run-dir", type=Path, help="a run with the hook on")
+    parser.add_argument("--longest", type=whole_number(), default=4000, help="tokens of the longest response [4000]")
+    parser.add_argument("--trials", type=whole_number(), default=15, help="trials of each formulation [15]")
+    parser.add_argument("--run-dir", type=Path, help="folder of a run with the hook, to compute its share of training")
     options = parser.parse_args()
     if options.longest < options.shortest:
         parser.error(f"--longest {options.longest} is less than --shortest {options.shortest}")

@@ -260,12 +260,20 @@ def figures(loads: dict[str, dict[int, Load]], alone: float | None) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--retrievers", nargs="+", choices=["bm25", "dense"], default=["bm25", "dense"])
-    parser.add_argument("--clients", nargs="+", type=whole_number(), default=[1, 16, 64, 256], help="[1 16 64 256]")
+    kinds = ["bm25", "dense"]
+    parser.add_argument("--retrievers", nargs="+", choices=kinds, default=kinds, help="what to measure [both]")
     parser.add_argument(
-        "--seconds", type=positive(), default=4.0, help="of each trial; its first fifth does not count [4]"
+        "--clients", nargs="+", type=whole_number(), default=[1, 16, 64, 256], help="numbers of clients [1 16 64 256]"
     )
-    parser.add_argument("--index_dir", type=Path, default=ROOT / "runs/benchmark_index", help="[runs/benchmark_index]")
+    parser.add_argument(
+        "--seconds", type=positive(), default=4.0, help="length of a trial; its first fifth does not count [4]"
+    )
+    parser.add_argument(
+        "--index_dir",
+        type=Path,
+        default=ROOT / "runs/benchmark_index",
+        help="folder of the dense index [runs/benchmark_index]",
+    )
     args = parser.parse_args()
     queries = make_queries()
     report = {name: run(name, args, queries) for name in args.retrievers}

@@ -139,8 +139,8 @@ def hostile_ms(scorer: Callable[[Trajectory], float], repeats: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trajectories", type=whole_number(), default=10_000)
-    parser.add_argument("--trials", type=whole_number(), default=3)
+    parser.add_argument("--trajectories", type=whole_number(), default=10_000, help="trajectories to score [10000]")
+    parser.add_argument("--trials", type=whole_number(), default=3, help="trials of each formulation [3]")
     options = parser.parse_args()
 
     trajectories = make_trajectories(options.trajectories)

@@ -90,12 +90,14 @@ def growth(memory: Sequence[float]) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=positive(), default=120.0, help="[120]")
-    parser.add_argument("--clients", type=whole_number(), default=64, help="[64]")
-    parser.add_argument("--readings", type=whole_number(4), default=24, help="of the memory, at least 4 [24]")
-    parser.add_argument("--cache_size", type=whole_number(), default=2000, help="so small that it is full soon [2000]")
-    parser.add_argument("--tolerance_mb", type=positive(), default=8.0, help="growth that is no leak yet [8]")
-    parser.add_argument("--retriever_name", default="bm25", help="[bm25]")
+    parser.add_argument("--seconds", type=positive(), default=120.0, help="how long to ask the server [120]")
+    parser.add_argument("--clients", type=whole_number(), default=64, help="clients at the same time [64]")
+    parser.add_argument("--readings", type=whole_number(4), default=24, help="readings of the memory, at least 4 [24]")
+    parser.add_argument(
+        "--cache_size", type=whole_number(), default=2000, help="the server's; small, to fill it [2000]"
+    )
+    parser.add_argument("--tolerance_mb", type=positive(), default=8.0, help="growth in MB that is not a leak yet [8]")
+    parser.add_argument("--retriever_name", default="bm25", help="the server's retriever [bm25]")
     parser.add_argument("--index_path", help="FAISS index for another --retriever_name")
     args = parser.parse_args()
     command = ["local_dense_retriever/retrieval_server.py", "--corpus_path", str(CORPUS), "--port", "0"]

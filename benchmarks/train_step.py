@@ -315,7 +315,9 @@ def profile(size: str, options: argparse.Namespace, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="models [all]")
+    parser.add_argument(
+        "--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="sizes of the model to measure [all]"
+    )
     parser.add_argument(
         "--samples", type=whole_number(multiple=8), default=32, help="samples of a step, a multiple of 8 [32]"
     )
@@ -325,7 +327,7 @@ def main() -> None:
     parser.add_argument("--trials", type=whole_number(), default=3, help="timed steps of each formulation [3]")
     parser.add_argument("--threads", type=whole_number(), default=1, help="threads of torch [1]")
     parser.add_argument("--profile", action="store_true", help="print the operators of our step, measure nothing else")
-    parser.add_argument("--rows", type=whole_number(), default=25, help="operators to print [25]")
+    parser.add_argument("--rows", type=whole_number(), default=25, help="with --profile: operators to print [25]")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with socket.socket() as sock:

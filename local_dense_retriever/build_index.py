@@ -65,9 +65,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     group.add_argument("--nlist", type=int, help="IVF: number of clusters [4 sqrt(n), fewer for small corpora]")
     group.add_argument("--nprobe", type=int, help="IVF: clusters searched for a query [a sixteenth, at least 16]")
     group.add_argument("--pq_bytes", type=int, help="IVF-PQ: bytes of a vector's code [a quarter of its dimension]")
-    for name in ("ef_construction", "ef_search", "seed"):
-        group.add_argument(f"--{name}", type=int, default=getattr(defaults, name), help=f"[{getattr(defaults, name)}]")
-    group.add_argument("--queries_path", type=Path, help="queries to measure recall with, one a line [from passages]")
+    meanings = {
+        "ef_construction": "HNSW: candidates considered when a vector is linked",
+        "ef_search": "HNSW: candidates considered in a search",
+        "seed": "seed of the choice of vectors and queries",
+    }
+    for name, text in meanings.items():
+        default = getattr(defaults, name)
+        group.add_argument(f"--{name}", type=int, default=default, help=f"{text} [{default}]")
+    group.add_argument("--queries_path", type=Path, help="queries to measure recall with, one per line [from passages]")
     group.add_argument("--recall_queries", type=int, default=200, help="how many queries to measure recall with [200]")
     args = parser.parse_args(argv)
     counts = ("batch_size", "recall_queries", "threads", "nlist", "nprobe", "pq_bytes", "ef_construction", "ef_search")

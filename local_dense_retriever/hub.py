@@ -32,8 +32,8 @@ WAIT = tenacity.wait_exponential_jitter(initial=1.0, max=60.0)
 """Between attempts, in seconds."""
 
 
-class Interrupted(Exception):
-    """A failure after which another attempt may succeed."""
+class TransientError(Exception):
+    """A failure that another attempt may mend."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def look_up(repository: str, name: str, *, endpoint: str, sha256: str | None, at
     """Size and checksum of a file of a data set; ValueError, with a remedy, if they cannot be found out."""
     url = hf_hub_url(repository, name, repo_type="dataset", endpoint=endpoint.rstrip("/"))
     try:
-        facts = _retrying(lambda: _asking(url, lambda: get_hf_file_metadata(url)), attempts)
+        facts = _with_retries(lambda: _with_explained_errors(url, lambda: get_hf_file_metadata(url)), attempts)
     except OfflineModeIsEnabled:
         raise ValueError(
             "HF_HUB_OFFLINE is set, so that nothing is downloaded; unset it, then run this again"
@@ -92,19 +92,19 @@ def fetch(remote: Remote, folder: Path, attempts: int) -> Path:
     if not partial.exists() or size_of(partial) > remote.size:
         partial.write_bytes(b"")
     while size_of(partial) < remote.size:
-        _retrying(functools.partial(_read_on, remote, partial), attempts)
+        _with_retries(functools.partial(_read_on, remote, partial), attempts)
     _check(partial, remote)
     partial.replace(target)
     return target
 
 
 def _read_on(remote: Remote, partial: Path) -> None:
-    """Append to the partial file until it is whole or the connection breaks; Interrupted if nothing came."""
+    """Append to the partial file until it is whole or the connection breaks; TransientError if that brought nothing."""
     had = size_of(partial)
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
     with partial.open("ab") as out:
         try:
-            _asking(
+            _with_explained_errors(
                 remote.url,
                 lambda: http_get(
                     remote.url,
@@ -115,15 +115,15 @@ def _read_on(remote: Remote, partial: Path) -> None:
                     displayed_filename=remote.name,
                 ),
             )
-        except Interrupted as error:
+        except TransientError as error:
             out.flush()
             if size_of(partial) <= had:
                 raise
             logger.warning("%s; going on after %d of %d bytes", error, size_of(partial), remote.size)
 
 
-def _asking(url: str, action: Callable[[], T]) -> T:
-    """Run `action`: Interrupted for failures that may pass, ValueError for other failures, OSError for the disk's."""
+def _with_explained_errors(url: str, action: Callable[[], T]) -> T:
+    """The action's result. TransientError for failures that may pass, ValueError for others, OSError for the disk's."""
     try:
         return action()
     except httpx.HTTPError as error:
@@ -133,18 +133,18 @@ def _asking(url: str, action: Callable[[], T]) -> T:
     except OSError as error:
         if error.errno is not None or isinstance(error, OfflineModeIsEnabled):
             raise
-        raise Interrupted(f"{url}: {_in_one_line(error)}") from error  # fewer bytes than there should be
+        raise TransientError(f"{url}: {_in_one_line(error)}") from error  # fewer bytes than there should be
 
 
 def _explain(url: str, error: httpx.HTTPError) -> NoReturn:
     response = getattr(error, "response", None)
     if response is None:
-        raise Interrupted(
+        raise TransientError(
             f"{url} cannot be reached ({_in_one_line(error)}); check the network and HF_ENDPOINT"
         ) from error
     answer = f"{url}: the server answers {response.status_code} {response.reason_phrase}"
     if response.status_code in (408, 416, 429) or response.status_code >= 500:
-        raise Interrupted(answer) from error
+        raise TransientError(answer) from error
     raise ValueError(f"{answer}; expected the file: check HF_ENDPOINT, and HF_TOKEN if it is private") from error
 
 
@@ -152,10 +152,10 @@ def _in_one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def _retrying(action: Callable[[], T], attempts: int) -> T:
-    """Run `action`, again after each Interrupted; once the attempts run out, ValueError with the last reason."""
+def _with_retries(action: Callable[[], T], attempts: int) -> T:
+    """The action's result, after up to `attempts` attempts; ValueError with the last reason if all of them fail."""
     retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(Interrupted),
+        retry=tenacity.retry_if_exception_type(TransientError),
         stop=tenacity.stop_after_attempt(attempts),
         wait=WAIT,
         before_sleep=tenacity.before_sleep_log(logger, logging.WARNING),
@@ -163,7 +163,7 @@ def _retrying(action: Callable[[], T], attempts: int) -> T:
     )
     try:
         return retrying(action)
-    except Interrupted as error:
+    except TransientError as error:
         raise ValueError(f"gave up after {attempts} attempts: {error}; the same command goes on later") from error
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from sleuth.paths import nearest_existing
+
 logger = logging.getLogger(__name__)
 
 HNSW_LINKS = 32
@@ -123,9 +125,8 @@ def what_would_fit(estimate: MemoryEstimate, passages: int, dimension: int, kind
 
 
 def check_disk(folder: Path, needed: int, what: str) -> None:
-    """Raise ValueError if the disk of `folder` has less than `needed` bytes free."""
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
+    """ValueError if the disk of `folder` has less than `needed` bytes free."""
+    free = shutil.disk_usage(nearest_existing(folder)).free
     if free < needed:
         raise ValueError(
             f"{what}: expected {gigabytes(needed)} of free disk space in {folder}, found {gigabytes(free)}; free "

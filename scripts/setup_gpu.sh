@@ -87,7 +87,7 @@ check_space() {
     fi
 }
 
-# All that environment $1 of $2 MB needs here, not only the first that is missing.
+# Reports everything that this machine lacks for environment $1 of $2 MB, not only the first thing.
 check_machine() {
     local good=0
     check_driver || good=1
@@ -98,7 +98,7 @@ check_machine() {
     return "$good"
 }
 
-# What the stamp holds, written last: the locks that the environment was made from.
+# A hash of the locks that the environment was made from. It is written last, as a sign that all is installed.
 fingerprint() { cat "$@" | sha256sum | cut -d ' ' -f 1; }
 
 pip_install() {
@@ -138,7 +138,7 @@ main() {
         esac
         shift
     done
-    [[ "$WITH_TE$name" == 1retriever-gpu ]] && { missing "--te is nothing for a retriever: leave one out" || exit 2; }
+    [[ "$WITH_TE$name" == 1retriever-gpu ]] && { missing "expected --te or --retriever, found both: leave one out" || exit 2; }
     VENV="$ROOT/.venv-$name"
     check_machine "$VENV" "$needed" || exit 1
     python="$(find_python)"

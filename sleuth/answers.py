@@ -50,11 +50,6 @@ def em_check(prediction: str, golden_answers: Any, keep_numbers: bool = False) -
     return GoldAnswers.of(golden_answers, keep_numbers).compare(prediction)[0]
 
 
-def token_f1(prediction: str, golden_answers: Any, keep_numbers: bool = False) -> float:
-    """SQuAD's token F1 against the nearest accepted answer of the label, 0 to 1."""
-    return GoldAnswers.of(golden_answers, keep_numbers).compare(prediction)[1]
-
-
 @dataclass(frozen=True, slots=True)
 class GoldAnswers:
     """The accepted answers of a label, prepared for comparison."""
@@ -71,9 +66,9 @@ class GoldAnswers:
         return _gold_answers(tuple(parse_golden_answers(label)), keep_numbers)
 
     def compare(self, prediction: str) -> tuple[bool, float]:
-        """Whether the prediction equals an accepted answer, and its token F1 against the nearest one.
+        """Whether the prediction equals an accepted answer, and its token F1 (SQuAD's, 0 to 1) against the nearest one.
 
-        Token F1 is 1.0 for an equal answer, and 0.0 for an unequal one if either is empty after normalisation.
+        F1 is 1.0 for an equal answer, and 0.0 for an unequal one if either is empty after normalisation.
         """
         predicted = normalize_answer(prediction, self.keep_numbers)
         if (predicted or _as_written(prediction)) in self.keys:

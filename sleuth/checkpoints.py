@@ -125,7 +125,7 @@ def _tracked(folder: Path) -> Path | None:
 
 def unfinished_folder(folder: Path, step: int) -> Path:
     """The hidden folder to write the checkpoint of `step` to."""
-    return folder / f"{_UNFINISHED}iter_{step:07d}"
+    return folder / f"{_UNFINISHED}{checkpoint_folder(folder, step).name}"
 
 
 def tidy(folder: Path) -> None:

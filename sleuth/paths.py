@@ -11,6 +11,13 @@ def nearest_existing(path: Path) -> Path:
     return next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
 
 
+def check_writable(folder: Path, name: str) -> None:
+    """ValueError, which begins with the setting's `name`, unless `folder` can be written to, or made."""
+    existing = nearest_existing(folder)
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ValueError(f"{name}: expected a folder that can be written, found {existing}; choose another")
+
+
 def follow_umask(folder: Path) -> None:
     """Give the files under `folder` the mode that new files get in this process.
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal
 
 
@@ -106,7 +107,7 @@ class TokenTrace:
         """
         if len(ids) != len(log_probs):
             raise ValueError(f"expected one log-probability a token, found {len(log_probs)} for {len(ids)} tokens")
-        if log_probs and not (math.isfinite(sum(log_probs)) and max(log_probs) <= MAX_LOG_PROB):
+        if len(log_probs) and not (math.isfinite(sum(log_probs)) and max(log_probs) <= MAX_LOG_PROB):
             for position, value in enumerate(log_probs):
                 if not -math.inf < value <= MAX_LOG_PROB:
                     raise ValueError(f"expected log-probabilities <= 0, found {value} at token {position} of a turn")
@@ -117,12 +118,12 @@ class TokenTrace:
         self._append(source, ids, 0, [0.0] * len(ids))
 
     def _append(self, source: Source, ids: Sequence[int], mask: int, log_probs: Sequence[float]) -> None:
-        if not ids:
+        if len(ids) == 0:
             return
         start = len(self.response_ids)
-        self.response_ids.extend(ids)
+        self.response_ids.extend(map(operator.index, ids))  # numpy's and torch's numbers are none that JSON knows
         self.loss_mask.extend([mask] * len(ids))
-        self.log_probs.extend(log_probs)
+        self.log_probs.extend(map(float, log_probs))
         self.segments.append(Segment(source, start, len(self.response_ids)))
 
     def check(self, vocab_size: int | None = None) -> None:
@@ -170,10 +171,14 @@ class TokenTrace:
 
 
 def check_ids(ids: Sequence[int], vocab_size: int | None, of: str = "the response") -> None:
-    """ValueError for ids (`of` what, the message says) that the model has no embedding of.
+    """ValueError for ids that are no whole numbers, or that the model has no embedding of; `of` says whose they are.
 
-    `vocab_size`: how many it has; None if that is not known.
+    `vocab_size`: how many embeddings the model has; None if that is not known.
     """
+    for kind in set(map(type, ids)) - {int}:  # ids are many: look at each kind once
+        if kind is bool or not issubclass(kind, Integral):
+            wrong = next(token for token in ids if type(token) is kind)
+            raise ValueError(f"expected whole numbers as ids, found {wrong!r:.40} ({kind.__name__}) in {of}")
     if not ids or vocab_size is None:
         return
     low, high = min(ids), max(ids)

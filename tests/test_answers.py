@@ -17,11 +17,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sleuth.answers import GoldAnswers, answer_key, em_check, normalize_answer, parse_golden_answers, token_f1
+from sleuth.answers import GoldAnswers, answer_key, em_check, normalize_answer, parse_golden_answers
 
 
 def information(text: str) -> str:
     return f"\n\n<information>Doc 1(Title: x) {text}</information>\n\n"
+
+
+def token_f1(prediction: str, label: Any) -> float:
+    return GoldAnswers.of(label).compare(prediction)[1]
 
 
 # --- Normalisation ---

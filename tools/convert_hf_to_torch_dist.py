@@ -17,7 +17,8 @@ from pathlib import Path
 from pydantic import Field
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a script: make the project importable
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sleuth.arguments import Group, ModelArgs, parse_args_or_exit, read_config
 from sleuth.arguments.run_flags import DType
@@ -29,7 +30,7 @@ class ConvertGroup(Group):
     hf_checkpoint: Path = Field(description="Folder of the Hugging Face model.")
     save: Path = Field(description="Folder for the torch_dist checkpoint; it must not hold one yet.")
     dtype: DType = Field("auto", description="Precision of the checkpoint; auto is that of config.json.")
-    check: bool = Field(True, description="Compare logits of both models afterwards, where memory allows.")
+    check: bool = Field(True, description="Compare logits of both models afterwards, if memory allows.")
 
 
 class ConvertArgs(ModelArgs, ConvertGroup):

@@ -16,7 +16,8 @@ from pathlib import Path
 from pydantic import Field, NonNegativeInt, PositiveFloat
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a script: make the project importable
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sleuth.arguments import Group, parse_args_or_exit
 from sleuth.arguments.run_flags import DType
@@ -25,13 +26,13 @@ from sleuth.arguments.run_flags import DType
 class ExportGroup(Group):
     """Conversion"""
 
-    load: Path = Field(description="Folder of torch_dist checkpoints, or one of them.")
-    iteration: NonNegativeInt | None = Field(None, description="Step of the checkpoint [the newest].")
+    load: Path = Field(description="Folder of torch_dist checkpoints, or one checkpoint.")
+    iteration: NonNegativeInt | None = Field(None, description="Step of the checkpoint to convert [the newest].")
     hf_checkpoint: Path = Field(description="Folder of the Hugging Face model that training started from.")
     save: Path = Field(description="Folder for the Hugging Face model; it must be empty or absent.")
     dtype: DType = Field("auto", description="Precision of the weights; auto is that of config.json.")
     max_shard_size: PositiveFloat = Field(5.0, description="Largest size of one file, in GB.")
-    check: bool = Field(True, description="Compare logits of both models afterwards, where memory allows.")
+    check: bool = Field(True, description="Compare logits of both models afterwards, if memory allows.")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -233,11 +233,8 @@ async def _run_with(trial: Trial, engines: Sequence[Engine]) -> list[Outcome]:
                 sample.status, sample.error = SampleStatus.FAILED, f"this would end a run: {error}"
         return Outcome(sample, errors.get(sample.index))
 
-    watch = asyncio.create_task(runner.watch())
-    try:
+    async with runner.watching():
         return await asyncio.gather(*map(run_one, trial.samples, engines))
-    finally:
-        watch.cancel()
 
 
 def report(outcomes: Sequence[Outcome], trial: Trial) -> None:

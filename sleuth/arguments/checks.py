@@ -280,9 +280,7 @@ def _secrets(args: AllFlags) -> Iterator[str]:
 def _secret_paths(value: Any, path: str) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            if (
-                may_be_secret(key) and isinstance(inner, str) and inner and not inner.startswith("env:")
-            ):  # which names a variable
-                yield f"{path}{key}"
+            if may_be_secret(key) and isinstance(inner, str) and inner and not inner.startswith("env:"):
+                yield f"{path}{key}"  # `env:` only names a variable
             else:
                 yield from _secret_paths(inner, f"{path}{key}.")

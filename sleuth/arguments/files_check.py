@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from sleuth.arguments.parser import ArgumentsError
 from sleuth.checkpoints import TRACKER, find_checkpoint, holds_checkpoint, read_description, resuming_problem
 from sleuth.data_path import DataPath
 from sleuth.engine.launch import missing_engine
-from sleuth.paths import nearest_existing
+from sleuth.paths import check_writable
 
 
 def check_files(args: Args) -> None:
@@ -141,8 +140,8 @@ def _package_problems(args: Args) -> Iterator[str]:
 
 def _output_problems(args: Args) -> Iterator[str]:
     for what, folder in (("--save", args.save), ("--run-dir", args.run_dir)):
-        if folder is None:
-            continue
-        existing = nearest_existing(folder)
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            yield f"{what}: expected a folder that can be written, found {existing}; choose another"
+        try:
+            if folder is not None:
+                check_writable(folder, what)
+        except ValueError as error:
+            yield str(error)

@@ -51,7 +51,7 @@ def read_model_script(path: Path) -> KnownModel:
     text = path.read_text(encoding="utf-8")
     array, context = _MODEL_ARGS.search(text), _CONTEXT.search(text)
     if array is None:
-        raise ArgumentsError(f"{path}: expected MODEL_ARGS=( with a flag a line and a last line ), found none")
+        raise ArgumentsError(f"{path}: expected MODEL_ARGS=( ... ) with one flag on each line, found none")
     try:
         flags = parse_args(shlex.split(array["words"], comments=True), model=ModelArgs)
     except ValueError as error:

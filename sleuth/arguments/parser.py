@@ -228,8 +228,9 @@ def _unknown(key: str, model: type[Group], *, prefix: str) -> str:
     names = [field for field in model.model_fields if field not in NOT_FLAGS]
     same = [SAME_AS[name]] if SAME_AS.get(name) in names else []
     nearest = same or difflib.get_close_matches(name, names, n=1, cutoff=CLOSE)
-    where = flag(nearest[0]) if nearest and prefix else nearest[0] if nearest else None
-    return f"{key}: unknown; " + (f"did you mean {where}?" if where else "see --help")
+    if not nearest:
+        return f"{key}: unknown; see --help"
+    return f"{key}: unknown; did you mean {flag(nearest[0]) if prefix else nearest[0]}?"
 
 
 def _sentences(error: ValidationError, model: type[Group]) -> Iterator[str]:

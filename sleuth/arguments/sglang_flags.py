@@ -13,7 +13,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from sleuth.engine.options import option_flag
+from sleuth.engine.option_names import option_flag
 
 PREFIX = "sglang_"
 

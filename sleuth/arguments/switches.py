@@ -16,8 +16,8 @@ from sleuth.arguments.all_flags import AllFlags
 class Dependent(NamedTuple):
     """Flags (field names, separated by blanks) that do something only while `works` holds.
 
-    `why` goes on after the flag's name. `switch`: the field that turns them on. Who turns it off by name
-    (--no-use-kl-loss after a script's flags) knows, and is not told.
+    `why` goes on after the flag's name. `switch`: the field that turns them on. If it was turned
+    off by name (--no-use-kl-loss after a script's flags), nothing is reported: the user knows.
     """
 
     names: str
@@ -108,7 +108,7 @@ TABLE = (
 
 
 def ineffective_flags(args: AllFlags, given: Collection[str]) -> Iterator[str]:
-    """A sentence for each flag that is set to no purpose. `given`: the fields that the command line names."""
+    """A sentence for each flag that was set but has no effect. `given`: the fields that the command line names."""
     for row in TABLE:
         if row.works(args) or (row.switch in given and not getattr(args, row.switch or "")):
             continue

@@ -11,7 +11,7 @@ from rich.table import Table
 from sleuth.arguments.args import Args
 from sleuth.arguments.checks import flag
 from sleuth.arguments.parser import NOT_FLAGS, groups_of
-from sleuth.engine.options import option_flag
+from sleuth.engine.option_names import option_flag
 
 
 def config_table(args: Args, *, only_changed: bool = False) -> Renderables:

@@ -16,7 +16,7 @@ import ray
 from sleuth.arguments import Args
 from sleuth.cluster.placement import Device, Placement
 from sleuth.engine.actor import EngineActor
-from sleuth.engine.options import option_words
+from sleuth.engine.option_names import option_words
 from sleuth.engine.server import EngineConfig
 from sleuth.weight_sync.control import EngineGroup
 

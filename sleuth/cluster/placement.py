@@ -171,7 +171,7 @@ def _check(placement: Placement, devices: list[Device], gpus_per_engine: int) ->
             f"shows a process only one, found {', '.join(map(str, slices))}; use 1, or whole GPUs"
         )
     # What actors find out when they start, told before any of them does: one look a node, since it imports torch.
-    look = ray.remote(num_cpus=0.01, num_gpus=0.01)(check_granted)
+    look: Any = ray.remote(check_granted)
     firsts = {device.node_ip: (device, device.gpu_id) for device in reversed(devices) if device.gpu_id is not None}
     small = {"num_cpus": 0.01, "num_gpus": 0.01}
     ray.get([look.options(**placement.options(device) | small).remote((gpu,)) for device, gpu in firsts.values()])

@@ -20,7 +20,7 @@ class Progress:
 
     @classmethod
     def start(cls, steps_done: int, loaded: Path | None) -> Progress:
-        """Of a run that starts after `steps_done` steps, which the checkpoint in `loaded` holds (0: a new run)."""
+        """The progress of a run that goes on after the `steps_done` steps (0: none) of the checkpoint in `loaded`."""
         return cls(steps_done, steps_done, steps_done, loaded if steps_done else None)
 
     def interrupted(self) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 PATIENCE_SECONDS = 60.0
-"""From the first signal on, what must be whole has so long to become so."""
+"""After the first signal, work that must not stop half-way may go on for so long."""
 TOGETHER_SECONDS = 2.0
 """Signals so close to the first are the same one: a script passes on the ctrl-C that its terminal sent to all."""
 

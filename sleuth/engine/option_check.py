@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sleuth.engine.options import option, option_flag
+from sleuth.engine.option_names import option, option_flag
 from sleuth.engine.server import EngineConfig, has_cuda, server_environment
 
 TIMEOUT_SECONDS = 300.0

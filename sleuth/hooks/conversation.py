@@ -16,6 +16,7 @@ the version of the weights and the seconds, and finishes the sample when a budge
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ class Conversation:
         for ids that the model has no embedding of.
         """
         self._check_unfinished("observe")
-        ids = encode(content, self.tokenizer).ids if isinstance(content, str) else list(content)
+        ids = encode(content, self.tokenizer).ids if isinstance(content, str) else list(map(operator.index, content))
         check_ids(ids, self.vocab_size)
         if len(ids) >= self.room:
             self._end(SampleStatus.TRUNCATED, StopReason.CONTEXT_LIMIT)

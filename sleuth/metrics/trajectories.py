@@ -16,11 +16,12 @@ from transformers import PreTrainedTokenizerBase
 
 from sleuth.metrics.jsonl import finite
 from sleuth.sample import Sample, Segment
+from sleuth.tokens import decode
 
 logger = logging.getLogger(__name__)
 
 SECONDS = "_seconds"
-"""How the names of metrics end that are times."""
+"""A metric whose name ends so is a time."""
 
 
 def write_trajectories(
@@ -76,7 +77,7 @@ def trajectory_record(
         "file": sample.file,
         "row": sample.row,
         "evaluation": evaluation,
-        "data_source": sample.metadata.get("data_source"),
+        "data_source": _converted(sample.metadata.get("data_source")) if isinstance(sample.metadata, dict) else None,
         "status": str(sample.status),
         "stop_reason": str(sample.stop_reason) if sample.stop_reason else None,
         "error": sample.error,
@@ -85,8 +86,8 @@ def trajectory_record(
         "rollout_metrics": {name: finite(value) for name, value in sample.rollout_metrics.items()},
         "weight_version": sample.weight_version,
         "label": _plain(sample.label),
-        "notes": _plain(sample.notes),
-        "prompt": _decode(sample.trace.prompt_ids, tokenizer),
+        "notes": {str(name): _plain(value) for name, value in sample.notes.items()},
+        "prompt": decode(sample.trace.prompt_ids, tokenizer),
         "segments": [_segment_record(sample, segment, tokenizer) for segment in sample.trace.segments],
         "prompt_ids": list(sample.trace.prompt_ids),
         "response_ids": list(sample.trace.response_ids),
@@ -104,25 +105,30 @@ def _segment_record(sample: Sample, segment: Segment, tokenizer: PreTrainedToken
         "tokens": segment.end - segment.start,
         "trained_tokens": trained,
         "mean_log_prob": None if mean_log_prob is None else round(mean_log_prob, 4),
-        "text": _decode(sample.trace.response_ids[span], tokenizer),
+        "text": decode(sample.trace.response_ids[span], tokenizer),
     }
 
 
-def _decode(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of token ids as the model sees it, with special tokens and spaces."""
-    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
 def _plain(value: Any) -> Any:
-    """A value as JSON can hold it: numpy arrays become lists, and other types that JSON lacks become their text."""
+    """A value as JSON can hold it: numpy arrays become lists, and other types that JSON lacks become their text.
+
+    What nests too deeply, or in itself, and what has no text becomes the name of its type: a log stops no run.
+    """
+    try:
+        return _converted(value)
+    except Exception:
+        return f"({type(value).__name__})"
+
+
+def _converted(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _plain(member) for key, member in value.items()}
+        return {str(key): _converted(member) for key, member in value.items()}
     if isinstance(value, str | int | float | None):
         return value if not isinstance(value, float) else finite(value)
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return _converted(value.tolist())
     if isinstance(value, list | tuple):
-        return [_plain(member) for member in value]
+        return [_converted(member) for member in value]
     return str(value)
 
 
@@ -183,10 +189,10 @@ def numbers(record: dict[str, Any]) -> list[tuple[str, str]]:
     times = {name: value for name, value in record["rollout_metrics"].items() if name.endswith(SECONDS)}
     counts = {name: value for name, value in record["rollout_metrics"].items() if name not in times}
     found = [("Reward", f"{_number(record['reward'])} ({_list(record['reward_components']) or 'no components'})")]
-    found += [("Counts", _list(counts))] if counts else []
-    found += (
-        [("Times in seconds", _list({name.removesuffix(SECONDS): t for name, t in times.items()}))] if times else []
-    )
+    if counts:
+        found.append(("Counts", _list(counts)))
+    if times:
+        found.append(("Times in seconds", _list({name.removesuffix(SECONDS): t for name, t in times.items()})))
     return found
 
 

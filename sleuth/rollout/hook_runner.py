@@ -10,24 +10,30 @@ import asyncio
 import logging
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
 from sleuth.arguments import Args
 from sleuth.hooks import FailSample, StopRunError, accepts_evaluation, load_hook, rollout_context, single_turn
 from sleuth.rollout.routing import one_trajectory
-from sleuth.sample import Sample, SampleStatus, StopReason
+from sleuth.sample import Sample, SampleStatus, StopReason, check_reason
 
 logger = logging.getLogger(__name__)
 
 UNUSABLE = (SampleStatus.FAILED, SampleStatus.ABORTED)
 QUIET_SECONDS = 30.0
 """After so long without a finished trajectory a line says how many are under way, and where the oldest waits."""
+BLOCKED_SECONDS = 1.0
+"""An event loop that does nothing else for so long is blocked by what it runs."""
+LONGEST_MESSAGE = 1000
+"""Characters of an error's text that are kept: some quote a whole page."""
 
 Kind = Literal["generate", "reward"]
 
@@ -84,6 +90,7 @@ class HookRunner:
             if sample.status not in UNUSABLE:
                 async with self._call("reward", sample):
                     sample.set_reward(await self.hooks.reward(self.args, sample))
+                    _check_report(sample)
         except _HookFailedError as failure:
             sample.status, sample.stop_reason, sample.error = SampleStatus.FAILED, failure.reason, str(failure)
         self.finished += 1
@@ -98,7 +105,9 @@ class HookRunner:
         try:
             async with limit:
                 yield
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except (KeyboardInterrupt, GeneratorExit):
+            raise  # of someone who wants an end
+        except BaseException as error:  # some libraries' errors are no Exception
             if isinstance(error, asyncio.CancelledError) and call.task is not None and call.task.cancelling():
                 raise  # the rollout ends; else the hook awaited something that others cancelled
             cause = _cause(error)
@@ -118,28 +127,47 @@ class HookRunner:
             text = f"{where}: no result within --hook-timeout {self.args.hook_timeout:g} s{_place(error)}"
             return _HookFailedError(StopReason.HOOK_TIMEOUT, text)
         if isinstance(error, FailSample):
-            return _HookFailedError(error.reason, f"{where}: {error}")
+            return _HookFailedError(error.reason, f"{where}: {_one_line(error)}")
         reason = StopReason.HOOK_ERROR if kind == "generate" else StopReason.REWARD_ERROR
-        text = f"{type(error).__name__}: {error}".removesuffix(": ")  # some errors say nothing
-        return _HookFailedError(reason, f"{where}: {text}{_place(error)}")
+        return _HookFailedError(reason, f"{where}: {told(error)}{_place(error)}")
 
-    async def watch(self) -> None:
-        """Run until cancelled; log a line whenever nothing has finished for a while."""
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """In the block, log a line whenever nothing has finished for a while.
+
+        A thread does it: a hook that blocks the event loop would keep a task from telling so.
+        """
+        done = threading.Event()
+        loop, thread = asyncio.get_running_loop(), threading.get_ident()
+        threading.Thread(target=self._watch, args=(done, loop, thread), daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
+
+    def _watch(self, done: threading.Event, loop: asyncio.AbstractEventLoop, thread: int) -> None:
         seen = self.finished
-        while True:
-            await asyncio.sleep(QUIET_SECONDS)
-            if self.finished == seen and self._calls:
-                logger.warning(self.describe())
+        while not done.wait(QUIET_SECONDS):
+            calls = list(self._calls.values())
+            if self.finished == seen and calls:
+                blocked = _blocked_at(loop, thread)
+                if not done.is_set():
+                    logger.warning(self._describe(calls, blocked))
             seen = self.finished
 
-    def describe(self) -> str:
+    def _describe(self, calls: list[_Call], blocked: str | None) -> str:
         """A sentence that says how many trajectories are under way, and where the oldest one waits."""
-        oldest = min(self._calls.values(), key=lambda call: call.start)
+        oldest = min(calls, key=lambda call: call.start)
         seconds = time.monotonic() - oldest.start
+        text = (
+            f"{self.finished} trajectories finished, {len(calls)} under way; the oldest, sample "
+            f"{oldest.sample.index} ({oldest.sample.where}), is in the {oldest.kind} hook for {seconds:.0f} s"
+        )
+        if blocked is None:
+            return f"{text}, at {_waits_at(oldest.task)}"
         return (
-            f"{self.finished} trajectories finished, {len(self._calls)} under way; the oldest, sample "
-            f"{oldest.sample.index} ({oldest.sample.where}), is in the {oldest.kind} hook for {seconds:.0f} s, at "
-            f"{_waits_at(oldest.task)}"
+            f"{text}; all of them wait for {blocked}, which blocks the event loop, so that --hook-timeout cannot end "
+            "it: use an async library there, or await asyncio.to_thread(...)"
         )
 
 
@@ -152,7 +180,7 @@ class _HookFailedError(Exception):
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The error itself; of a group, as an asyncio.TaskGroup in a hook raises it, what says most of its members."""
+    """The error itself, or the most telling one of a group, such as an asyncio.TaskGroup in a hook raises."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     causes = [_cause(inner) for inner in error.exceptions]
@@ -168,9 +196,28 @@ def _checked(returned: Any) -> Sample:
         raise ValueError("expected a finished sample, found one that is still PENDING; call sample.finish(...)")
     if returned.stop_reason is None:
         raise ValueError("expected a finished sample, found one without a reason; call sample.finish(...)")
+    if not isinstance(returned.status, SampleStatus):
+        raise ValueError(f"expected a SampleStatus as status, found {returned.status!r:.80}; call sample.finish(...)")
+    check_reason(returned.stop_reason)
+    _check_report(returned)
     if returned.status not in UNUSABLE:
         returned.trace.check(_vocab_size())
     return returned
+
+
+def _check_report(sample: Sample) -> None:
+    """ValueError if metadata or numbers are no longer what the metrics read, for a sample that was filled by hand."""
+    if not isinstance(sample.metadata, dict):
+        raise ValueError(
+            f"expected the metadata of the row, found {sample.metadata!r:.80}; leave it unchanged and report your "
+            "own values with sample.report(...)"
+        )
+    for name, value in sample.rollout_metrics.items():
+        if not isinstance(value, Real):
+            raise ValueError(
+                f"expected numbers in rollout_metrics, found {value!r:.80} ({type(value).__name__}) as {name}; use "
+                "sample.report(...)"
+            )
 
 
 def _vocab_size() -> int | None:
@@ -182,6 +229,19 @@ def _vocab_size() -> int | None:
 
 def _name(hook: Any) -> str:
     return f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', type(hook).__name__)}"
+
+
+def told(error: BaseException) -> str:
+    """`ValueError: message` on one line, the type alone for an error that says nothing."""
+    return f"{type(error).__name__}: {_one_line(error)}".removesuffix(": ")
+
+
+def _one_line(error: BaseException) -> str:
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # aiohttp's errors, made without a request, cannot be written
+        return "its text cannot be made"
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
 
 
 def _place(error: BaseException) -> str:
@@ -215,6 +275,19 @@ def _is_users(filename: str) -> bool:
 
 def _is_standard(filename: str) -> bool:
     return filename.startswith(tuple(f"{prefix}/lib" for prefix in _LIBRARIES))
+
+
+def _blocked_at(loop: asyncio.AbstractEventLoop, thread: int) -> str | None:
+    """The line of the user's own code that keeps an event loop, which runs in `thread`, from all else; None if none."""
+    alive = threading.Event()
+    try:
+        loop.call_soon_threadsafe(alive.set)
+    except RuntimeError:  # closed
+        return None
+    frame = None if alive.wait(BLOCKED_SECONDS) else sys._current_frames().get(thread)
+    stack = traceback.extract_stack(frame) if frame else []
+    places = [entry for entry in stack if _is_users(entry.filename)] or stack
+    return f"{Path(places[-1].filename).name}:{places[-1].lineno} in {places[-1].name}" if places else None
 
 
 def _waits_at(task: asyncio.Task[Any] | None) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from sleuth.arguments import Args
 from sleuth.data import PromptRow
-from sleuth.rollout.hook_runner import UNUSABLE, HookRunner, Hooks
+from sleuth.rollout.hook_runner import UNUSABLE, HookRunner, Hooks, told
 from sleuth.sample import Sample, StopReason, TokenTrace
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class GenerationLoop:
             logger.info("the filter failed", exc_info=error)
             raise RolloutError(
                 f"--dynamic-sampling-filter-path {self.args.dynamic_sampling_filter_path} failed on prompt "
-                f"{group[0].group_index} ({group[0].where}): {type(error).__name__}: {error}; mend the filter "
+                f"{group[0].group_index} ({group[0].where}): {told(error)}; mend the filter "
                 "(traceback: logs/rollout.log in the run's folder)"
             ) from None
 
@@ -163,9 +163,8 @@ class GenerationLoop:
     async def _run_groups(
         self, groups: list[list[NewSample]], params: dict[str, Any], budget: FailureBudget, evaluation: bool = False
     ) -> list[list[Sample]]:
-        watch = asyncio.create_task(self._runner.watch())
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with self._runner.watching(), asyncio.TaskGroup() as tasks:
                 running = [
                     [
                         tasks.create_task(self._run_until_usable(new_sample, params, budget, evaluation))
@@ -176,8 +175,6 @@ class GenerationLoop:
         except BaseExceptionGroup as errors:
             # Raise only the first error: the other tasks were cancelled because of it.
             raise _portable(next(_leaves(errors))) from None
-        finally:
-            watch.cancel()
         return [[task.result() for task in group] for group in running]
 
     async def _run_until_usable(
@@ -225,5 +222,5 @@ def _portable(error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RolloutError(f"{type(error).__name__}: {error}")
+        return RolloutError(told(error))
     return error

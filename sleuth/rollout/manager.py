@@ -27,6 +27,7 @@ from sleuth.rollout.hook_runner import load_hooks
 from sleuth.rollout.loop import GenerationLoop
 from sleuth.rollout.reward_shaping import shape_rewards
 from sleuth.rollout.train_batches import shard_batch, train_samples
+from sleuth.sample import Sample
 
 PROBE_TOKENS = 256
 Result = TypeVar("Result")
@@ -118,7 +119,7 @@ class RolloutManager:
     def state_dict(self) -> dict[str, Any]:
         return {"stream": self.stream.state_dict()}
 
-    def _write_trajectories(self, name: str, samples: list[Any], *, evaluation: bool = False) -> None:
+    def _write_trajectories(self, name: str, samples: list[Sample], *, evaluation: bool = False) -> None:
         path = self.run_dir / "trajectories" / f"{name}.jsonl"
         write_trajectories(path, samples, self.tokenizer, self.args.log_trajectories, evaluation=evaluation)
 

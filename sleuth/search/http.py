@@ -29,7 +29,7 @@ MAX_REDIRECTS = 5
 RETRYABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 QUERY_STATUS = frozenset({400, 413, 414, 422, 431, 451})
 """How servers refuse a query for what it says or how long it is. The rest of 4xx is about keys, addresses and rates."""
-_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+REDIRECT_STATUS = frozenset({301, 302, 303, 307, 308})
 _UNLIMITED = aiohttp.ClientTimeout(total=None)
 
 SearchErrorKind = Literal["timeout", "connection", "rate_limit", "status", "response", "backend"]
@@ -132,7 +132,7 @@ async def _request(method: str, url: str, name: str, hidden: str | None, options
     for _ in range(MAX_REDIRECTS + 1):
         async with session.request(method, target, timeout=_UNLIMITED, allow_redirects=False, **options) as response:
             location = _hide(response.headers.get("Location", ""), hidden)
-            if response.status in _REDIRECTS and location:
+            if response.status in REDIRECT_STATUS and location:
                 target = _redirected(response, location, name, bool(secret))
                 continue
             text = _hide((await _read(response, name)).decode("utf-8-sig", "replace"), hidden)

@@ -20,12 +20,11 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
-from sleuth.search.http import shared_session
+from sleuth.search.http import MAX_REDIRECTS, REDIRECT_STATUS, shared_session
 
 logger = logging.getLogger(__name__)
 
 MAX_PAGE_BYTES = 2 * 1024 * 1024
-MAX_REDIRECTS = 5
 CONCURRENT_PAGES = 8
 CONNECTIONS_PER_HOST = 16
 PAGE_SECONDS = 5.0
@@ -81,7 +80,7 @@ async def fetch_page(session: aiohttp.ClientSession, link: str, proxy: str | Non
         await check_public(url, proxy)
         async with session.get(url, allow_redirects=False, proxy=proxy) as response:
             location = response.headers.get("Location")
-            if response.status in (301, 302, 303, 307, 308) and location:
+            if response.status in REDIRECT_STATUS and location:
                 url = url.join(URL(location))
                 continue
             if response.status != 200 or response.content_type not in HTML_TYPES:

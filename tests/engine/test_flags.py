@@ -19,7 +19,7 @@ from sleuth.cluster.placement import Device
 from sleuth.cluster.preflight import check_sglang_options
 from sleuth.engine import option_check
 from sleuth.engine.option_check import NoSglangError, check_options, find_problems
-from sleuth.engine.options import option, option_words
+from sleuth.engine.option_names import option, option_words
 from sleuth.engine.server import EngineConfig, server_args, server_environment
 from tests.flags import error_of, parse, write
 

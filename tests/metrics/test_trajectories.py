@@ -144,12 +144,24 @@ def test_lone_surrogates_and_strange_ends_of_lines_are_written_and_read(tmp_path
 
 
 def test_what_cannot_be_written_does_not_stop_the_run(tmp_path, tokenizer, caplog):
-    label = []
-    label.append(label)
-    write_trajectories(tmp_path / "t.jsonl", [make_sample(label=label)], tokenizer, 1)
     (tmp_path / "file").write_text("")
     write_trajectories(tmp_path / "file" / "t.jsonl", [make_sample()], tokenizer, 1)
-    assert caplog.text.count("trajectories could not be written") == 2
+    assert caplog.text.count("trajectories could not be written") == 1
+
+
+def test_a_value_without_a_text_costs_no_more_than_itself(tmp_path, tokenizer):
+    class Mute:
+        def __str__(self):
+            raise RuntimeError
+
+    label = []
+    label.append(label)
+    sample = make_sample(label=label)
+    sample.notes = {"a": Mute(), "b": 1}
+    write_trajectories(tmp_path / "t.jsonl", [sample], tokenizer, 1)
+    (record,) = read_trajectories(tmp_path / "t.jsonl")
+    assert record["label"] == "(list)"
+    assert record["notes"] == {"a": "(Mute)", "b": 1}
 
 
 def test_markdown_of_a_failed_sample_and_of_text_with_fences(tokenizer):

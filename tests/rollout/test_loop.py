@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -174,9 +175,53 @@ async def wait_for_a_cancelled_task(args, sample, sampling_params):
     await task
 
 
+class SilentError(Exception):
+    def __str__(self):
+        raise AttributeError("no request")
+
+
+class NoException(BaseException):
+    pass
+
+
+def raising(error):
+    async def generate(args, sample, sampling_params):
+        raise error
+
+    return generate
+
+
+def setting(**changes):
+    async def generate(args, sample, sampling_params):
+        await finish(args, sample, sampling_params)
+        for name, value in changes.items():
+            setattr(sample, name, value)
+        return sample
+
+    return generate
+
+
+async def make_up_fractions(args, sample, sampling_params):
+    sample.trace.response_ids.append(1.5)
+    sample.trace.loss_mask.append(0)
+    sample.trace.log_probs.append(0.0)
+    return await finish(args, sample, sampling_params)
+
+
 @pytest.mark.parametrize(
     ("generate", "message"),
     [
+        (raising(SilentError()), r"SilentError: its text cannot be made \(test_loop.py:\d+\)"),
+        (raising(NoException("gone")), "NoException: gone"),
+        (raising(ValueError("a\nb" + "c" * 10**6)), r"ValueError: a bc{900,1000}\.\.\. \("),
+        (setting(status="completed"), "expected a SampleStatus as status, found 'completed'"),
+        (setting(stop_reason="My reason"), "found 'My reason'"),
+        (setting(metadata=None), "expected the metadata of the row, found None"),
+        (
+            setting(rollout_metrics={"score": "high"}),
+            "expected numbers in rollout_metrics, found 'high' .str. as score",
+        ),
+        (make_up_fractions, r"expected whole numbers as ids, found 1.5"),
         (raise_key_error, r"generate hook \S*raise_key_error: KeyError: 'titel' \(test_loop.py:\d+\)"),
         (return_list, "expected the finished Sample, found list"),
         (forget_to_return, "expected the finished Sample, found NoneType; end with `return sample`"),
@@ -235,6 +280,15 @@ def test_a_reward_that_is_none_is_named_with_its_sample(result, message):
         return result
 
     with pytest.raises(RolloutError, match=rf"reward_error: reward hook .*reward: ValueError: .*{message}"):
+        run(reward=reward)
+
+
+def test_a_reward_hook_that_spoils_the_sample_is_named():
+    async def reward(args, sample, **kwargs):
+        sample.metadata = None
+        return 1.0
+
+    with pytest.raises(RolloutError, match=r"reward_error: .*expected the metadata of the row, found None"):
         run(reward=reward)
 
 
@@ -306,6 +360,19 @@ def test_while_a_hook_hangs_a_line_says_where(monkeypatch, caplog):
     run(reward=slow)
     lines = [record.getMessage() for record in caplog.records]
     assert re.search(r"6 under way; the oldest, sample \d.*reward hook.*test_loop.py:\d+ in ask_the_judge", lines[0])
+
+
+def test_a_hook_that_blocks_the_event_loop_is_told_too(monkeypatch, caplog):
+    monkeypatch.setattr(hook_runner, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(hook_runner, "BLOCKED_SECONDS", 0.05)
+
+    async def ask_the_judge(args, sample, **kwargs):
+        time.sleep(0.3)
+        return 1.0
+
+    run(reward=ask_the_judge)
+    lines = [record.getMessage() for record in caplog.records]
+    assert re.search(r"all of them wait for test_loop.py:\d+ in ask_the_judge, which blocks the event loop", lines[0])
 
 
 def test_a_filter_that_fails_is_named():
