@@ -18,6 +18,7 @@
 #   SEARCH_BACKEND (SEARCH_R1_CONFIGS in generate_with_search.py: local)      or google, or module.function
 #   SEARCH_URL     (there, too: http://127.0.0.1:8000/retrieve)    local_dense_retriever/retrieval_server.py serves it
 #   NUM_GPUS       8, or as many as CUDA_VISIBLE_DEVICES names     of this node, for the Ray head
+#   GPU_MEMORY     80                                  GB of one GPU, for the plan: 80, 96, 141 or another number
 #   RAY_ADDRESS    (none: a Ray head is started here, and stopped at the end)
 #   PYTHON         .venv-gpu/bin/python (scripts/setup_gpu.sh) where nvidia-smi shows a GPU, else .venv/bin/python
 #   ALLOW_CPU      0                                   1: train on the CPU; else a start where torch sees no GPU stops
@@ -34,6 +35,7 @@ if [[ ! -f "scripts/models/$MODEL.sh" ]]; then
     echo "MODEL: expected one of ${known[*]%.sh} (the files of scripts/models/), found '$MODEL'" >&2
     exit 2
 fi
+LAYOUT_ARGS=() # a large model's script sets it: what it needs instead of PARALLEL_ARGS, ENGINE_ARGS, PLACEMENT_ARGS
 # shellcheck source=scripts/models/qwen2.5-3B.sh
 source "scripts/models/$MODEL.sh"
 if [[ -z "${PYTHON:-}" ]]; then
@@ -178,6 +180,7 @@ TRAIN_ARGS=(
     "${ENGINE_ARGS[@]}"
     "${MISC_ARGS[@]}"
     "${PLACEMENT_ARGS[@]}"
+    "${LAYOUT_ARGS[@]}"
     "${HOOK_ARGS[@]}"
     "${WANDB_ARGS[@]}"
     "$@"
@@ -220,7 +223,7 @@ END
 }
 
 export PYTHONPATH="$PWD:$CALLED_FROM${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-PLAN_ARGS=(--available-gpus "$NUM_GPUS")
+PLAN_ARGS=(--available-gpus "$NUM_GPUS" --gpu-memory "${GPU_MEMORY:-80}")
 # On another cluster the files may be where this machine does not see them.
 [[ "${DRY_RUN:-0}" != 1 && -z "${RAY_ADDRESS:-}" ]] && PLAN_ARGS+=(--require-files)
 [[ "${DRY_RUN:-0}" != 1 ]] && mkdir -p "$RUN_DIR"

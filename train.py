@@ -60,7 +60,7 @@ def rollout_and_train(run: Run, step: int, metrics: dict[str, float]) -> None:
     with timed(metrics, "rollout"):
         data = run.generate(step)
     metrics |= data.metrics
-    with timed(metrics, "train"), run.rollout.memory_lent():
+    with timed(metrics, "train"):
         run.train(step, data, metrics)
 
 

@@ -1,10 +1,10 @@
 """What a run would do, worked out from its flags alone: no GPU, no Ray, no files needed.
 
-    python -m sleuth.plan <the flags of train.py> [--gpu-memory-gb 80] [--require-files]
+    python -m sleuth.plan <the flags of train.py> [--gpu-memory 80] [--require-files]
 
-It validates the flags, the model's shape and the hooks, then prints placement, parallel layout, batch
-arithmetic and memory. If something cannot work, it lists the problems and exits with 2. The memory
-figures are estimates for choosing a layout; each function's docstring states its formula.
+Validates the flags, the model's shape and the hooks, then prints placement, parallel layout, batch
+arithmetic and memory (`sleuth.memory_plan`). Exits with 2 and the list of problems when something cannot work or does
+not fit, and names flags with which it would fit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -24,9 +23,19 @@ from sleuth.arguments.model_scripts import known_model
 from sleuth.arguments.table import flattened
 from sleuth.cluster.preflight import preflight
 from sleuth.hooks import describe_hooks
+from sleuth.memory_plan import (
+    GB,
+    checkpoint_bytes,
+    checkpoints_kept,
+    complaint,
+    gpu_bytes,
+    host_bytes,
+    memory_plan,
+    num_parameters,
+    tokens_per_micro_batch,
+    turns,
+)
 
-GB = 1e9
-BF16, FP32 = 2, 4
 EXAMPLE_LENGTHS = (512, 1024, 2048, 4096)
 """Tokens of a trajectory (prompt, turns and observations) for which micro-batches are estimated."""
 
@@ -34,7 +43,11 @@ EXAMPLE_LENGTHS = (512, 1024, 2048, 4096)
 class PlanOptions(Group):
     """Plan"""
 
-    gpu_memory_gb: PositiveFloat = Field(80.0, description="Memory of one GPU, in 10^9 bytes.")
+    gpu_memory_gb: PositiveFloat = Field(
+        80.0,
+        description="Memory of one GPU: 80, 96 and 141 are what CUDA finds on A100 and H100, H20, H200; any other "
+        "number is one of 10^9 bytes. Also --gpu-memory.",
+    )
     available_gpus: PositiveInt | None = Field(
         None, description="GPUs of the cluster; a run that needs more is refused [not checked]."
     )
@@ -44,129 +57,15 @@ class PlanOptions(Group):
 class PlanArgs(PlanOptions, Args):
     """The flags of a run and those of the plan."""
 
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes per GPU. The engine uses its share while it generates; activations and logits are held in training."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-    logits: float
-    engine_pool: float
-    engine_weights: float
-    kv_per_token: float
+    @property
+    def gpu_memory(self) -> float:
+        """Bytes."""
+        return gpu_bytes(self.gpu_memory_gb)
 
     @property
-    def trainer(self) -> float:
-        return self.resident + self.activations + self.logits
-
-    @property
-    def resident(self) -> float:
-        """Bytes that the trainer holds while the engines generate."""
-        return self.weights + self.gradients + self.optimizer
-
-    @property
-    def kv_tokens(self) -> int:
-        """How many tokens the KV cache of one engine holds."""
-        return max(0, int((self.engine_pool - self.engine_weights) / self.kv_per_token))
-
-
-def num_parameters(args: Args) -> int:
-    """The number of parameters of the model.
-
-    Embedding V h (twice if untied); each layer: queries and output 2 h H c, keys and values 2 h G c, gated
-    feed-forward 3 h f, two norms 2 h, query/key/value biases (H + 2 G) c, query/key norms 2 c; a last norm h.
-    (V vocabulary, h width, H heads, G groups, c width of a head, f feed-forward width.) In a mixture of experts a
-    router E h and E experts of 3 h e take the place of the feed-forward (E experts, e width of one).
-    """
-    hidden, heads, groups, head = _sizes(args, "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
-    layers, ffn, vocab = _sizes(args, "num_layers", "ffn_hidden_size", "vocab_size")
-    layer = 2 * hidden * heads * head + 2 * hidden * groups * head + 2 * hidden
-    layer += hidden * args.num_experts if args.num_experts else 3 * hidden * ffn
-    layer += (heads + 2 * groups) * head if args.add_qkv_bias else 0
-    layer += 2 * head if args.qk_layernorm else 0
-    embeddings = vocab * hidden * (2 if args.untie_embeddings_and_output_weights else 1)
-    return embeddings + layers * layer + hidden + expert_parameters(args)
-
-
-def expert_parameters(args: Args) -> int:
-    """How many of the `num_parameters` belong to experts, in all layers together; 0 for a dense model."""
-    if not args.num_experts:
-        return 0
-    layers, hidden, width = _sizes(args, "num_layers", "hidden_size", "moe_ffn_hidden_size")
-    return layers * args.num_experts * 3 * hidden * width
-
-
-def _sizes(args: Args, *names: str) -> list[int]:
-    sizes = [getattr(args, name) for name in names]
-    assert None not in sizes, "the model flags are filled in by check_model"
-    return sizes
-
-
-def tokens_per_micro_batch(args: Args, context: int) -> int:
-    """The most tokens of one forward pass on one GPU; `context` is the length of the longest trajectory."""
-    if args.use_dynamic_batch_size:
-        return max(args.max_tokens_per_gpu, context // args.context_parallel_size)
-    return args.micro_batch_size * context // args.context_parallel_size
-
-
-def memory_plan(args: Args, gpu_memory: float, context: int) -> MemoryPlan:
-    """Estimate of the memory per GPU, in bytes.
-
-    With N parameters over tensor x pipeline parallelism m = t p, and d x (context size) optimizer shards s (1 without
-    the distributed optimizer): weights 2 N / m (bf16), gradients 4 N / m (fp32), Adam 12 N / (m s) (fp32 master
-    weights and two moments), logits 2 x 4 V / t bytes for each token of --log-probs-chunk-size (values and gradient).
-    Experts are over m = expert x expert-tensor x pipeline parallelism instead, their optimizer over the other ranks.
-    Engine: its share of the GPU, of which weights 2 N / g over its g GPUs; KV cache per token
-    2 (keys, values) x layers x groups x head width x 2 bytes / g.
-    """
-    parameters = num_parameters(args)
-    tensor, engine = args.tensor_model_parallel_size, args.rollout_num_gpus_per_engine
-    held, sharded = _parameters_per_gpu(args)
-    vocab, layers, groups, head = _sizes(args, "vocab_size", "num_layers", "num_query_groups", "kv_channels")
-    return MemoryPlan(
-        weights=BF16 * held,
-        gradients=FP32 * held,
-        optimizer=3 * FP32 * sharded,
-        activations=activation_bytes(args, tokens_per_micro_batch(args, context)),
-        logits=2 * FP32 * vocab / tensor * args.log_probs_chunk_size,
-        engine_pool=args.sglang_mem_fraction_static * gpu_memory,
-        engine_weights=BF16 * parameters / engine,
-        kv_per_token=2 * layers * groups * head * BF16 / engine,
-    )
-
-
-def _parameters_per_gpu(args: Args) -> tuple[float, float]:
-    """How many parameters a GPU of the trainer holds, and for how many it keeps the optimizer's state."""
-    experts = expert_parameters(args)
-    expert_parallel = args.expert_model_parallel_size * args.expert_tensor_parallel_size
-    held = sharded = 0.0
-    for count, split in ((num_parameters(args) - experts, args.tensor_model_parallel_size), (experts, expert_parallel)):
-        share = count / (split * args.pipeline_model_parallel_size)
-        ranks = args.actor_world_size // (split * args.pipeline_model_parallel_size)
-        held += share
-        sharded += share / ranks if args.use_distributed_optimizer else share
-    return held, sharded
-
-
-def activation_bytes(args: Args, tokens: int) -> float:
-    """Activations kept for the backward pass of one micro-batch of `tokens` tokens.
-
-    About 34 h bytes per token and layer with flash attention, of which tensor parallelism splits 24 h, and
-    sequence parallelism the other 10 h too (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-    Transformer Models", sections 4.1 to 4.3; their 8 h feed-forward counted for f = 4 h). With full recomputation only
-    2 h for each layer's input (split by sequence parallelism) and one layer in full. The first pipeline stage holds
-    as many micro-batches as there are stages, and 1/p of the layers, so p cancels out.
-    """
-    hidden, layers = _sizes(args, "hidden_size", "num_layers")
-    tensor = args.tensor_model_parallel_size
-    outside = tensor if args.sequence_parallel else 1
-    layer = hidden * (24 / tensor + 10 / outside)
-    if args.recompute_granularity == "full":
-        return tokens * (layers * 2 * hidden / outside + layer)
-    return tokens * layers * layer
+    def context(self) -> int:
+        """Tokens of the longest trajectory."""
+        return self.rollout_max_context_len or 0
 
 
 def micro_batches(args: Args, tokens_per_sample: int) -> int:
@@ -209,8 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for title, rows in _sections(args):
         console.print(_table(title, rows))
-    for note in (*_notes(args), *notes):
+    for note in notes:
         console.print(f"note: {note}", markup=False)
+    if problem := complaint(args, args.gpu_memory, args.context):
+        Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(problem)
+        return 2
     return 0
 
 
@@ -219,7 +121,7 @@ def _sections(args: PlanArgs) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     yield "Placement", list(_placement(args))
     yield "Parallel layout of the trainer", list(_layout(args))
     yield "One step", list(_batches(args))
-    yield f"Memory per GPU, of {args.gpu_memory_gb:g} GB (estimate)", list(_memory(args))
+    yield f"Memory per GPU, of {args.gpu_memory / GB:.1f} GB (estimate)", list(_memory(args))
     yield "Hooks", describe_hooks(args)
     for section, values in args.custom_config.items():
         yield f"Settings of the hooks: {section}", flattened(values)
@@ -266,43 +168,28 @@ def _batches(args: Args) -> Iterator[tuple[str, str]]:
         yield f"micro-batches at {length} tokens a sample", f"about {micro_batches(args, length)} per rank"
     yield "run", f"{args.num_rollout} steps, {args.num_rollout * args.rollout_batch_size:,} prompts"
     yield "checkpoints", f"every {args.save_interval} steps to {args.save}" if args.save else "none (no --save)"
+    if args.save:
+        kept, size = checkpoints_kept(args), checkpoint_bytes(args) / GB
+        yield "disk for checkpoints", f"{kept} x {size:.1f} = {kept * size:.1f} GB at most"
     sets = ", ".join(f"{name}: {path}" for name, path in args.eval_sets.items())
     yield "evaluation", f"every {args.eval_interval} steps: {sets}" if sets else "none"
 
 
 def _memory(args: PlanArgs) -> Iterator[tuple[str, str]]:
-    context = args.rollout_max_context_len or 0
-    plan = memory_plan(args, args.gpu_memory_gb * GB, context)
-    details = {"activations": f", of {tokens_per_micro_batch(args, context):,} tokens (a trajectory of full length)"}
-    for name in ("weights", "gradients", "optimizer", "activations", "logits"):
+    plan = memory_plan(args, args.gpu_memory, args.context)
+    tokens = tokens_per_micro_batch(args, args.context)
+    details = {"activations": f", of {tokens:,} tokens (a trajectory of full length)"}
+    for name in ("weights", "gradients", "optimizer", "activations", "head"):
         yield f"trainer: {name}", f"{getattr(plan, name) / GB:.1f} GB{details.get(name, '')}"
-    yield "trainer: together", f"{plan.trainer / GB:.1f} GB"
-    yield "engine: its share", f"{plan.engine_pool / GB:.1f} GB, of which weights {plan.engine_weights / GB:.1f} GB"
-    yield "engine: KV cache", f"{plan.kv_per_token / 1e3:.1f} kB a token on each GPU, {plan.kv_tokens:,} tokens"
-    if args.colocate:
-        yield "host memory", f"{plan.weights / GB:.1f} GB a rank for each copy of weights kept aside (actor, reference)"
-
-
-def _notes(args: PlanArgs) -> Iterator[str]:
-    """Notes on what does not stop the plan, but would stop or hurt the run."""
-    plan = memory_plan(args, args.gpu_memory_gb * GB, args.rollout_max_context_len or 0)
-    lagging = args.colocate and args.update_weights_interval > 1
-    needed = plan.trainer + (plan.engine_weights if lagging else 0)
-    if needed > args.gpu_memory_gb * GB:
-        beside = ", beside the weights that engines keep with --update-weights-interval above 1," if lagging else ""
-        yield (
-            f"the trainer{beside} needs about {needed / GB:.0f} GB of {args.gpu_memory_gb:g} GB; raise "
-            f"--tensor-model-parallel-size{' or --expert-model-parallel-size' if args.num_experts else ''}, add "
-            "--use-distributed-optimizer, or lower --max-tokens-per-gpu"
-        )
-    if args.colocate and plan.resident + plan.engine_pool > args.gpu_memory_gb * GB:
-        yield (
-            f"the trainer keeps about {plan.resident / GB:.0f} GB while the engines generate with "
-            f"{plan.engine_pool / GB:.0f} of {args.gpu_memory_gb:g} GB; lower --sglang-mem-fraction-static, or raise "
-            "--tensor-model-parallel-size"
-        )
-    if plan.kv_tokens == 0:
-        yield "the engine's share does not hold its weights; raise --sglang-mem-fraction-static or its GPUs"
+    yield "trainer: together", f"{plan.resident / GB:.1f} GB between steps, {plan.peak / GB:.1f} GB at the most"
+    if args.num_engines:
+        yield "engine: its share", f"{plan.engine_pool / GB:.1f} GB, of which weights {plan.engine_weights / GB:.1f} GB"
+        yield "engine: KV cache", f"{plan.kv_per_token / 1e3:.1f} kB a token on each GPU, {plan.kv_tokens:,} tokens"
+    for what, size in turns(args, plan).items():
+        yield f"while {what}", f"{size / GB:.1f} GB, contexts and graphs included"
+    if args.colocate and args.num_engines:
+        yield "lent to the engines", f"{plan.resident / GB:.1f} GB, all of the trainer's but its context"
+        yield "host memory", f"{host_bytes(args, plan) / GB:.1f} GB a rank, pinned"
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> Table:

@@ -18,7 +18,8 @@ import torch
 
 from sleuth.arguments import parse_args
 from sleuth.cluster.preflight import with_model
-from sleuth.plan import PlanArgs, main, memory_plan, micro_batches, num_parameters
+from sleuth.memory_plan import gpu_bytes, memory_plan, num_parameters
+from sleuth.plan import PlanArgs, main, micro_batches
 from tests.published_configs import PUBLISHED
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -200,12 +201,55 @@ def test_the_demo_refuses_wrong_options_before_anything_starts(options: list[str
     assert done.stderr.splitlines()[0] == message.format(here=tmp_path)
 
 
-def test_the_plan_warns_of_memory_that_does_not_fit(capsys: pytest.CaptureFixture[str], hooks: dict[str, str]):
-    flags = ["--hf-checkpoint", "Qwen2.5-7B", "--prompt-data", "x.parquet", "--colocate"]
-    assert main([*flags, "--custom-rm-path", "tests.test_launch_scripts.reward", "--gpu-memory-gb", "24"]) == 0
-    notes = capsys.readouterr().out
-    assert "the trainer needs about" in notes
-    assert "GB while the engines generate with 17 of 24 GB" in notes
+MODELS = sorted(path.stem for path in (ROOT / "scripts/models").glob("*.sh"))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_fits_eight_gpus_of_80_gb(hooks: dict[str, str], model: str):
+    result = dry_run(*STAND_IN, **hooks, MODEL=model)
+    assert result.returncode == 0, result.stderr
+    assert "Memory per GPU, of 84.9 GB" in result.stdout
+
+
+SHARED_GPU = ["--prompt-data", "x.parquet", "--colocate", "--custom-rm-path", "tests.test_launch_scripts.reward"]
+
+
+def test_what_does_not_fit_is_refused_with_flags_that_make_it_fit(capsys: pytest.CaptureFixture[str]):
+    gpus = ["--actor-num-gpus-per-node", "4", "--rollout-num-gpus", "4", "--rollout-max-context-len", "8192"]
+    flags = ["--hf-checkpoint", "Qwen2.5-7B", *SHARED_GPU, *gpus]
+    assert main(flags) == 2
+    message = capsys.readouterr().err
+    assert re.search(r"^memory: training takes \d+\.\d GB, expected at most the 84\.9 GB of a GPU", message)
+    remedy = message.partition("it would fit with ")[2].split()
+    assert remedy[0].startswith("--")
+    assert main([*flags, *remedy]) == 0
+    assert main([*flags, "--gpu-memory", "141"]) == 2  # Adam alone takes 91 GB without --use-distributed-optimizer
+    assert main([*flags, "--gpu-memory", "210"]) == 0
+
+
+def test_memory_that_engines_do_not_leave_is_refused(capsys: pytest.CaptureFixture[str]):
+    flags = ["--hf-checkpoint", "Qwen2.5-0.5B", *SHARED_GPU, "--rollout-max-context-len", "4096"]
+    assert main([*flags, "--sglang-mem-fraction-static", "0.97"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("memory: generating takes 87.9 GB")
+    assert "it would fit with --sglang-mem-fraction-static 0.7" in message
+    assert main([*flags, "--sglang-mem-fraction-static", "0.011"]) == 2
+    assert "an engine's KV cache has room for" in capsys.readouterr().err
+
+
+def test_a_run_that_no_flag_makes_fit_needs_more_gpus(capsys: pytest.CaptureFixture[str]):
+    assert main(["--hf-checkpoint", "Qwen3-30B-A3B", *SHARED_GPU]) == 2
+    assert "use more GPUs, or larger ones" in capsys.readouterr().err
+
+
+def test_sizes_of_gpus_are_those_that_cuda_finds():
+    assert [gpu_bytes(size) / 1e9 for size in (24, 80, 80.5, 141)] == [24, 84.9, 80.5, 150.0]
+
+
+def test_disk_that_checkpoints_need(hooks: dict[str, str]):
+    result = dry_run(*STAND_IN, **hooks)
+    assert "4 x 43.2 = 172.8 GB at most" in result.stdout  # 3 are kept, and a fourth is being written
+    assert "1 x 43.2" in dry_run(*STAND_IN, "--num-rollout", "5", **hooks).stdout
 
 
 async def reward(args: object, sample: object, **kwargs: object) -> float:
@@ -213,8 +257,7 @@ async def reward(args: object, sample: object, **kwargs: object) -> float:
 
 
 def test_a_plan_without_the_model_names_the_script_that_it_reads(capsys: pytest.CaptureFixture[str]):
-    flags = ["--hf-checkpoint", "models/Qwen2.5-7B", "--prompt-data", "x.parquet", "--colocate"]
-    flags += ["--custom-rm-path", "tests.test_launch_scripts.reward"]
+    flags = ["--hf-checkpoint", "models/Qwen2.5-7B", *SHARED_GPU, "--gpu-memory", "2000"]
     assert main(flags) == 0
     assert "scripts/models/qwen2.5-7B.sh (the model is not here yet)" in capsys.readouterr().out
     assert main([*flags, "--num-layers", "35"]) == 2
@@ -224,8 +267,7 @@ def test_a_plan_without_the_model_names_the_script_that_it_reads(capsys: pytest.
 def test_the_plan_reads_a_models_own_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["qwen2.5-3B"]))
     (tmp_path / "tokenizer.json").write_text("{}")
-    flags = ["--hf-checkpoint", str(tmp_path), "--prompt-data", "x.parquet", "--colocate"]
-    assert main([*flags, "--custom-rm-path", "tests.test_launch_scripts.reward"]) == 0
+    assert main(["--hf-checkpoint", str(tmp_path), *SHARED_GPU, "--gpu-memory", "300"]) == 0
     out = capsys.readouterr().out
     assert "config.json" in out
     assert "3.09 billion" in out

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,12 +31,6 @@ class Noting:
 
         return note
 
-    @contextmanager
-    def memory_lent(self) -> Iterator[None]:
-        self.done.append(f"release_memory {self.step}")
-        yield
-        self.done.append(f"resume_memory {self.step}")
-
 
 @pytest.mark.parametrize(
     ("interval", "evaluation", "synced"),
@@ -62,7 +54,6 @@ def test_weights_go_to_the_engines_at_intervals_before_evaluations_and_at_the_en
     run: Any = Run(args, noting, noting, Progress.start(0, None), Interruption())
     train.train(args, run, noting)
     assert [entry for entry in noting.done if entry.startswith("sync")] == [f"sync_weights {step}" for step in synced]
-    assert noting.done.index("release_memory 1") < noting.done.index("train 1") < noting.done.index("resume_memory 1")
     for step in {3, 5} if evaluation else ():
         assert noting.done.index(f"sync_weights {step}") < noting.done.index(f"evaluate {step}")
 

@@ -18,3 +18,5 @@ MODEL_ARGS=(
     --untie-embeddings-and-output-weights
 )
 MAX_POSITION_EMBEDDINGS=131072 # tokens; for a plan before the model is here
+# A row of 131,072 tokens would not fit a GPU of 80 GB beside this model; no search takes so many.
+LAYOUT_ARGS=(--rollout-max-context-len 32768)

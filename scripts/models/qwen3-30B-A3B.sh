@@ -22,3 +22,11 @@ MODEL_ARGS=(
     --moe-ffn-hidden-size 768
 )
 MAX_POSITION_EMBEDDINGS=40960 # tokens; for a plan before the model is here
+# It takes all 8 GPUs of 80 GB: `DRY_RUN=1 MODEL=qwen3-30B-A3B bash run_qwen2.5_3B.sh` shows by how much.
+LAYOUT_ARGS=(
+    --actor-num-gpus-per-node 8
+    --rollout-num-gpus 8
+    --tensor-model-parallel-size 4
+    --expert-model-parallel-size 8
+    --rollout-num-gpus-per-engine 8
+)

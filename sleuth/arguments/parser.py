@@ -31,6 +31,9 @@ NOT_FLAGS = {"custom_config", "sglang_options"}
 REPEATABLE = {"custom_config_path"}
 """List flags that add to the list when they are given again; for all other flags the last one counts."""
 
+ALSO = {"gpu_memory_gb": ["--gpu-memory"]}
+"""Other spellings of flags."""
+
 CLOSE = 0.65
 """How similar a flag must be to be suggested, from 0 to 1: far-fetched suggestions mislead."""
 
@@ -108,7 +111,7 @@ def build_parser(model: type[Group] = Args) -> argparse.ArgumentParser:
         for name in group.__annotations__:
             if name in model.model_fields and name not in NOT_FLAGS:
                 options: dict[str, Any] = {"action": "extend"} if name in REPEATABLE else {}
-                section.add_argument(flag(name), **_argument(model.model_fields[name]), **options)
+                section.add_argument(flag(name), *ALSO.get(name, ()), **_argument(model.model_fields[name]), **options)
     return parser
 
 

@@ -86,7 +86,7 @@ class CheckpointArgs(Group):
         20, description="Steps between checkpoints in --save; the last step is always saved."
     )
     save_keep: NonNegativeInt = Field(
-        0, description="How many of the latest checkpoints to keep in --save; 0 keeps all."
+        3, description="How many of the latest checkpoints to keep in --save; 0 keeps all."
     )
     save_on_exit: bool = Field(
         True,

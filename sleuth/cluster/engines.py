@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from sleuth.cluster.placement import Device, Placement
 from sleuth.engine.actor import EngineActor
 from sleuth.engine.option_names import option_words
 from sleuth.engine.server import EngineConfig
+from sleuth.weight_sync.control import EngineGroup
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,11 @@ class EngineDiedError(RuntimeError):
 
 
 class Engines:
-    """The actors of all engines, which start at the same time. Without any (supervised run) the methods do nothing."""
+    """The actors of all engines. A supervised run has none, and every method then does nothing.
+
+    They start at once, unless they share GPUs with a trainer: then they measure how much memory is free, and
+    `wait_until_ready` starts them, when the trainer has lent its own.
+    """
 
     def __init__(self, args: Args, run_dir: Path, placement: Placement) -> None:
         self.args = args
@@ -46,11 +51,18 @@ class Engines:
             for index, devices in enumerate(shares)
         ]
         self._on_gpu = any(device.gpu_id is not None for device in placement.engines)
-        self._starting = [actor.start.remote() for actor in self._actors]
+        self.share_gpus = args.colocate and self._on_gpu and not args.debug_rollout_only
+        self._urls: list[str] = []
+        self._starting = [] if self.share_gpus else self._start()
+
+    def _start(self) -> list[ray.ObjectRef]:
+        return [actor.start.remote() for actor in self._actors]
 
     def wait_until_ready(self) -> list[str]:
         """Wait for all engines; returns their URLs. If an engine does not start, its error is raised."""
-        return ray.get(self._starting)
+        self._starting = self._starting or self._start()
+        self._urls = ray.get(self._starting)
+        return self._urls
 
     @contextmanager
     def deaths_explained(self) -> Iterator[None]:
@@ -67,30 +79,24 @@ class Engines:
                 remedy += f"; --load {self.args.save} goes on from the last checkpoint"
             raise EngineDiedError(f"{'; '.join(troubles)}; {remedy}") from error
 
-    @contextmanager
-    def memory_lent(self) -> Iterator[None]:
-        """Give the trainer the memory of shared GPUs for the block (on a CPU, where memory is not scarce, do nothing).
+    def hold_still(self) -> None:
+        """Take no new requests, end those under way (nobody waits for them any more), flush the caches."""
+        with closing(EngineGroup(self._urls)) as group:
+            group.post("pause_generation", {"mode": "abort"})
+            group.flush()
 
-        After an error in the block the engines get their memory back, too, and that error is raised even if this fails.
-        An interruption (KeyboardInterrupt) ends the run and its engines, so they get nothing back.
-        """
-        if not (self.args.colocate and self._on_gpu):
-            yield
-            return
-        parts = lent_memory(self.args)
-        try:
-            ray.get([actor.release_memory.remote(parts) for actor in self._actors])
-            yield
-        except Exception:
-            try:
-                self._resume(parts)
-            except Exception as second:
-                logger.warning("after an error the engines did not take their memory back: %s", second)
-            raise
-        self._resume(parts)
+    def release(self, parts: tuple[str, ...]) -> None:
+        """Give the memory of these parts to the trainer; only engines that hold still can."""
+        ray.get([actor.release_memory.remote(parts) for actor in self._actors])
 
-    def _resume(self, parts: tuple[str, ...] | None) -> None:
+    def resume(self, parts: tuple[str, ...]) -> None:
+        """Take back memory that was released, and no other: SGLang knows no better than to die of it."""
         ray.get([actor.resume_memory.remote(parts) for actor in self._actors])
+
+    def go_on(self) -> None:
+        """Take requests again."""
+        with closing(EngineGroup(self._urls)) as group:
+            group.post("continue_generation", {})
 
     def stop(self) -> None:
         """Stop the engines; an engine that does not stop in time is killed with its actor."""
@@ -99,11 +105,6 @@ class Engines:
             ray.get([actor.stop.remote() for actor in self._actors], timeout=timeout)
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("an engine did not stop by itself: %s", error)
-
-
-def lent_memory(args: Args) -> tuple[str, ...] | None:
-    """The kinds of memory that engines lend to the trainer; None: all. Lent weights are lost and need a new sync."""
-    return None if args.update_weights_interval == 1 else ("kv_cache", "cuda_graph")
 
 
 def engine_config(args: Args, run_dir: Path, index: int, devices: Sequence[Device]) -> EngineConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from sleuth.arguments.checks import flag
 from sleuth.arguments.model_check import fit_to_model
 from sleuth.arguments.model_scripts import known_model, known_models
 from sleuth.hooks import Settings, check_hooks, declared_settings, hook_modules, resolve_sections
+from sleuth.memory_plan import checkpoints_kept
 from sleuth.paths import nearest_existing
 
 logger = logging.getLogger(__name__)
@@ -160,8 +160,7 @@ def check_disk(args: Args) -> str | None:
     if args.save is None:
         return None
     size = checkpoint_bytes(args)
-    saves = math.ceil(args.num_rollout / args.save_interval)
-    kept = min(saves, args.save_keep + 1) if args.save_keep else saves  # the oldest goes once the newest is written
+    kept = checkpoints_kept(args)
     folder = nearest_existing(args.save)
     free = shutil.disk_usage(folder).free
     found = f"{folder} has {_gb(free)} free"

@@ -6,7 +6,7 @@ object store, and each rank fetches its share from there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ import ray
 from sleuth.arguments import Args
 from sleuth.cluster.engines import Engines
 from sleuth.cluster.logs import configure_logging
+from sleuth.cluster.memory_turns import Turn
 from sleuth.cluster.placement import Placement
 from sleuth.rollout.collector import relax_garbage_collector
 from sleuth.rollout.manager import RolloutManager, SupervisedManager
@@ -75,7 +76,8 @@ class RolloutGroup:
         actor: Any = ray.remote(RolloutActor)
         self._manager = actor.options(num_cpus=0).remote(args, run_dir)
         self._loading = self._manager.load.remote()
-        self._engines = Engines(args, run_dir, placement)
+        self.engines = Engines(args, run_dir, placement)
+        self.turn_to: Callable[[Turn], None] = lambda turn: None  # see `share_memory`
         self.engine_urls: list[str] = []
         self.probe_ids: list[int] = []
 
@@ -84,37 +86,34 @@ class RolloutGroup:
         ray.get(self._loading)
 
     def wait_until_ready(self, state: dict[str, Any]) -> None:
-        """Wait for the engines, then restore the state of the checkpoint."""
-        self.engine_urls = self._engines.wait_until_ready()
+        """Wait for the engines, and go on from the state of the checkpoint."""
+        self.engine_urls = self.engines.wait_until_ready()
         self.probe_ids = ray.get(self._manager.connect.remote(self.engine_urls, state))
 
     def generate(self, step: int) -> StepRefs:
         with self.deaths_explained():
+            self.turn_to(Turn.GENERATE)
             return ray.get(self._manager.generate.remote(step))
 
     def evaluate(self, step: int) -> dict[str, float]:
         with self.deaths_explained():
+            self.turn_to(Turn.GENERATE)
             return ray.get(self._manager.evaluate.remote(step))
 
     def probe_engines(self) -> list[list[float]]:
         """Each engine's log-probabilities (nats, temperature 1) of `probe_ids` after the first."""
+        self.turn_to(Turn.GENERATE)
         return ray.get(self._manager.probe_engines.remote())
 
     @contextmanager
     def deaths_explained(self) -> Iterator[None]:
         """See `Engines.deaths_explained`."""
-        with self._engines.deaths_explained():
-            yield
-
-    @contextmanager
-    def memory_lent(self) -> Iterator[None]:
-        """See `Engines.memory_lent`."""
-        with self._engines.memory_lent():
+        with self.engines.deaths_explained():
             yield
 
     def state_dict(self) -> dict[str, Any]:
         return ray.get(self._manager.state_dict.remote())
 
     def close(self) -> None:
-        ray.kill(self._manager)  # first, so that its requests do not fail on engines that stop
-        self._engines.stop()
+        ray.kill(self._manager)  # first: its requests under way must not complain of engines that go
+        self.engines.stop()

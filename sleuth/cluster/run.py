@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sleuth.arguments import Args
+from sleuth.cluster.memory_turns import TRAINER_PARTS, MemoryTurns
 from sleuth.cluster.placement import Placement, place, ray_session
 from sleuth.cluster.progress import Progress
 from sleuth.cluster.rollout_group import RolloutGroup, StepRefs
@@ -96,14 +97,26 @@ class Run:
 
 @contextmanager
 def start_run(args: Args, run_dir: Path, interruption: Interruption) -> Iterator[Run]:
-    """Start trainer and engines at the same time; at the end of the block stop them, and nothing else."""
+    """Start trainer and engines; stop them, and only them, at the end.
+
+    They start side by side, unless they share GPUs: then the engines come when the trainer has lent its memory.
+    """
     with _rollout_side(args, run_dir) as (placement, rollout):
         trainer = TrainGroup(args, run_dir, placement)
         rollout.wait_until_loaded()
         steps_done, state = trainer.wait_until_ready()
+        if rollout.engines.share_gpus:
+            share_memory(args, trainer, rollout)
         rollout.wait_until_ready(state)
         yield Run(args, trainer, rollout, Progress.start(steps_done, args.load), interruption)
         trainer.close()  # not after an error: ranks may wait for each other, and all of them end with Ray
+
+
+def share_memory(args: Args, trainer: TrainGroup, rollout: RolloutGroup) -> None:
+    """Lend the trainer's memory, and have both sides ask for it from now on where they need it."""
+    trainer.lend(TRAINER_PARTS)
+    turns = MemoryTurns(rollout.engines, trainer, keep_weights=args.update_weights_interval > 1)
+    trainer.turn_to = rollout.turn_to = turns.turn_to
 
 
 @contextmanager

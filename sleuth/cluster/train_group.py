@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,12 @@ from torch import Tensor
 from sleuth.algo.optimizer_steps import OptimizerStepBatch
 from sleuth.arguments import Args
 from sleuth.cluster.logs import configure_logging
+from sleuth.cluster.memory_turns import Turn
 from sleuth.cluster.placement import Placement
 from sleuth.engine.devices import check_granted
 
 if TYPE_CHECKING:
+    from sleuth.megatron.lending import Part
     from sleuth.weight_sync.distributed import BroadcastGroup
 
 logger = logging.getLogger(__name__)
@@ -56,10 +58,13 @@ class TrainActor:
     def train(self, shards: Sequence[ray.ObjectRef]) -> dict[str, float]:
         """Fetch this rank's share, and no other, and train on it."""
         shard: list[OptimizerStepBatch] = ray.get(shards[self.trainer.data_parallel_rank])
-        metrics = self.trainer.train(shard)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # the engines may share this GPU
-        return metrics
+        return self.trainer.train(shard)
+
+    def lend(self, parts: tuple[Part, ...]) -> None:
+        self.trainer.memory.lend(parts)
+
+    def take_back(self, parts: tuple[Part, ...]) -> None:
+        self.trainer.memory.take_back(parts)
 
     def score(self, token_ids: list[int]) -> list[float]:
         return self.trainer.log_probs(token_ids, temperature=1.0)
@@ -129,6 +134,7 @@ class TrainGroup:
             remote.options(**placement.options(device, env)).remote(args, run_dir, rank, world_size, device.gpu_id)
             for rank, device in enumerate(placement.trainer)
         ]
+        self.turn_to: Callable[[Turn], None] = lambda turn: None  # see `share_memory`
         address, port = ray.get(self._actors[0].rendezvous.remote())
         self._start = [actor.start.remote(address, port) for actor in self._actors]
 
@@ -138,9 +144,19 @@ class TrainGroup:
 
     def train(self, shards: list[ray.ObjectRef]) -> dict[str, float]:
         """Train on one step's data, `shards[data-parallel rank]`; metrics are equal on all ranks."""
+        self.turn_to(Turn.TRAIN)
         return ray.get([actor.train.remote(shards) for actor in self._actors])[0]
 
+    def lend(self, parts: tuple[Part, ...]) -> None:
+        """Free the memory of these parts on every rank's device."""
+        ray.get([actor.lend.remote(parts) for actor in self._actors])
+
+    def take_back(self, parts: tuple[Part, ...]) -> None:
+        """Bring back what was lent."""
+        ray.get([actor.take_back.remote(parts) for actor in self._actors])
+
     def push_weights(self, engine_urls: list[str], version: str) -> None:
+        self.turn_to(Turn.SYNC)
         ray.get([actor.push_weights.remote(engine_urls, version) for actor in self._actors])
 
     def score(self, token_ids: list[int]) -> list[float]:
@@ -148,6 +164,7 @@ class TrainGroup:
         return ray.get([actor.score.remote(token_ids) for actor in self._actors])[0]
 
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
+        self.turn_to(Turn.SAVE)
         ray.get([actor.save.remote(step, rollout_state) for actor in self._actors])
 
     def close(self) -> None:

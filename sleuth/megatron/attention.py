@@ -11,6 +11,7 @@ all ranks have equal causal work. Keys and values are gathered on all ranks; que
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,20 +31,34 @@ from sleuth.arguments.hf_config import Llama3Scaling
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """Where the sequences of a row begin, and the rotation of this rank's tokens (`rotary_angles`; None: none)."""
+    """What every layer needs of a row, worked out once a forward pass: a layer must not wait for the device.
 
+    `lengths` of its sequences, padded; under context parallelism `order` [T], which puts gathered tokens into the
+    sequences' order; by how much this rank's tokens are rotated (`rotary_angles`; None: not at all).
+    """
+
+    lengths: Sequence[int] = ()
+    order: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
 
-
-def packed_row(bounds: Tensor, longest: int) -> PackedSeqParams:
-    """Megatron's description of a row: where each sequence begins and the last one ends, int32 [sequences + 1].
-
-    `longest` is the length of the longest sequence in tokens, padding included.
-    """
-    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    return PackedSeqParams(
-        qkv_format="thd", max_seqlen_q=longest, max_seqlen_kv=longest, **dict.fromkeys(names, bounds)
-    )
+    @classmethod
+    def of(cls, lengths: Sequence[int], bounds: Tensor, context_parallel_size: int) -> PackedRow:
+        """A row of sequences of these lengths, which begin at `bounds`, on the device of `bounds`."""
+        order = None
+        if context_parallel_size > 1:
+            order = zigzag_inverse(list(lengths), context_parallel_size).to(bounds.device)
+        longest = max(lengths)
+        return cls(
+            qkv_format="thd",
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=bounds,
+            cu_seqlens_kv_padded=bounds,
+            lengths=lengths,
+            order=order,
+        )
 
 
 def rotary_frequencies(
@@ -113,11 +128,9 @@ class PackedAttention(torch.nn.Module):
         assert packed_seq_params is not None, "only packed rows are supported"
         if packed_seq_params.rotary is not None:
             query, key = (_Rotate.apply(x, *packed_seq_params.rotary) for x in (query, key))
-        bounds = packed_seq_params.cu_seqlens_q_padded
-        lengths = (bounds[1:] - bounds[:-1]).tolist()
         if self.size == 1:
-            return self._packed(query, key, value, lengths)
-        return self._context_parallel(query, key, value, lengths)
+            return self._packed(query, key, value, list(packed_seq_params.lengths))
+        return self._context_parallel(query, key, value, packed_seq_params)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
         """Attention where this rank holds all sequences whole.
@@ -127,11 +140,12 @@ class PackedAttention(torch.nn.Module):
         parts = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
         return torch.cat([self._attend(q[None], k[None], v[None])[0] for q, k, v in parts]).flatten(1)
 
-    def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-        """Attention from this rank's two chunks of every sequence to all keys up to them."""
-        gathered = self._gather(torch.stack([key, value], 1), lengths)
+    def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
+        """Each rank attends with its two chunks of every sequence to all keys before them."""
+        assert row.order is not None
+        gathered = self._gather(torch.stack([key, value], 1), row.order)
         pieces, start_q, start_k = [], 0, 0
-        for length in lengths:
+        for length in row.lengths:
             chunk = length // (2 * self.size)
             for position in (self.rank, 2 * self.size - 1 - self.rank):
                 keys = gathered[None, start_k : start_k + (position + 1) * chunk]
@@ -140,10 +154,10 @@ class PackedAttention(torch.nn.Module):
             start_k += length
         return torch.cat(pieces).flatten(1)
 
-    def _gather(self, x: Tensor, lengths: list[int]) -> Tensor:
-        """From [t / C, ...] on every rank to [t, ...] in sequence order; the backward pass is a reduce-scatter."""
+    def _gather(self, x: Tensor, order: Tensor) -> Tensor:
+        """[t / C, ...] of every rank -> [t, ...] in sequence order; the backward pass is a reduce-scatter."""
         full = gather_from_sequence_parallel_region(x.contiguous(), tensor_parallel_output_grad=True, group=self.group)
-        return full.index_select(0, zigzag_inverse(lengths, self.size).to(x.device))
+        return full.index_select(0, order)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of query [b, s, heads, d] to key and value [b, s', kv heads, d], in the shape of `query`.

@@ -21,7 +21,7 @@ from torch import Tensor
 from sleuth.algo.context_parallel import zigzag_index
 from sleuth.algo.optimizer_steps import OptimizerStepBatch, PackedBatch, pack
 from sleuth.megatron import device, parallel
-from sleuth.megatron.attention import packed_row
+from sleuth.megatron.attention import PackedRow
 from sleuth.megatron.logprobs import HeadOptions
 from sleuth.sample import TrainSample
 
@@ -86,6 +86,10 @@ class MicroBatch:
         row[self.selected] = values
         return parallel.gather_context(row, self.packed.lengths)
 
+    def packed_row(self) -> PackedRow:
+        bounds = self.packed.cu_seqlens.to(device.local_device())
+        return PackedRow.of(self.packed.lengths, bounds, parallel_state.get_context_parallel_world_size())
+
 
 def finalize_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Sum gradients over ranks; leaves out the token count, by which megatron would divide."""
@@ -105,11 +109,10 @@ def run_model(
 
     def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = next(iterator)
-        bounds = batch.packed.cu_seqlens.to(device.local_device())
         output = model(
             batch.local.input_ids[None],
             batch.local.position_ids[None],
-            packed_seq_params=packed_row(bounds, max(batch.packed.lengths)),
+            packed_seq_params=batch.packed_row(),
             selected=batch.selected,
             targets=batch.of_selected(batch.local.targets),
             options=options,

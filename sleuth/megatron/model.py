@@ -22,7 +22,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -44,7 +43,7 @@ from sleuth.arguments import model_flags
 from sleuth.arguments.files_check import parse_config
 from sleuth.arguments.hf_config import Llama3Scaling, complete_config, rotary_scaling
 from sleuth.megatron import device
-from sleuth.megatron.attention import PackedAttention, PackedRow, packed_row, rotary_angles, rotary_frequencies
+from sleuth.megatron.attention import PackedAttention, PackedRow, rotary_angles, rotary_frequencies
 from sleuth.megatron.logprobs import HeadOptions, token_statistics
 from sleuth.megatron.parallel import Layout
 
@@ -266,7 +265,7 @@ class PolicyModel(GPTModel):
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: PackedRow,
         selected: Tensor,
         targets: Tensor,
         options: HeadOptions,
@@ -289,15 +288,16 @@ class PolicyModel(GPTModel):
 
     def logits(self, ids: Tensor) -> Tensor:
         """The logits [T, V] of one sequence of ids [T], in a process that holds the whole model."""
-        row = packed_row(torch.tensor([0, len(ids)], dtype=torch.int32, device=ids.device), len(ids))
+        bounds = torch.tensor([0, len(ids)], dtype=torch.int32, device=ids.device)
+        row = PackedRow.of([len(ids)], bounds, 1)
         hidden = self._hidden(ids[None], torch.arange(len(ids), device=ids.device)[None], row)
         return hidden.squeeze(1) @ self._head().T
 
-    def _hidden(self, input_ids: Tensor, position_ids: Tensor, packed_seq_params: PackedSeqParams) -> Tensor:
+    def _hidden(self, input_ids: Tensor, position_ids: Tensor, packed_seq_params: PackedRow) -> Tensor:
         if self.position_embedding_type == "none":
             frequencies = self.shape.rotary_frequencies(position_ids.device)
             angles = rotary_angles(position_ids[0], frequencies, self.config.params_dtype)
-            packed_seq_params = PackedRow(**vars(packed_seq_params), rotary=angles)
+            packed_seq_params = dataclasses.replace(packed_seq_params, rotary=angles)
         hidden: Tensor = super().forward(input_ids, position_ids, None, packed_seq_params=packed_seq_params)
         return hidden
 

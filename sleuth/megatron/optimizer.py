@@ -3,14 +3,14 @@
 Norms and biases have no weight decay. Where neither TransformerEngine nor Apex is installed, megatron uses torch's
 AdamW, whose state needs two repairs under the distributed optimizer: it must exist before it can be saved or loaded,
 and after loading, all parameters share one `step` tensor, which AdamW would advance once per parameter instead of
-once per step.
+once per step. On a GPU its fused kernel is used, which takes no memory of its own.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,11 +18,14 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
+    clip_grads,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import local_multi_tensor_l2_norm
 
+from sleuth.megatron.device import local_device
 from sleuth.megatron.model import resolve_dtype
 
 
@@ -82,6 +85,7 @@ class PolicyOptimizer:
         self.args = args
         self.steps_done = 0
         _keep_step_when_loading()
+        _keep_norm_on_device()
         dtype = resolve_dtype(args.dtype)
         config = OptimizerConfig(
             optimizer="adam",
@@ -131,6 +135,7 @@ class PolicyOptimizer:
             group["weight_decay"] = self.args.weight_decay * group["wd_mult"]
             group["betas"] = (self.args.adam_beta1, self.args.adam_beta2)
             group["eps"] = self.args.adam_eps
+            group["fused"] = self._fused or None  # in whose place "foreach" would take a copy of a moment's size
 
     def sharded_state_dict(self, model_state: dict[str, Any], *, loading: bool, metadata: dict[str, Any]) -> Any:
         """Megatron's description of the optimizer's state for saving, or for loading into."""
@@ -143,9 +148,25 @@ class PolicyOptimizer:
         self.steps_done = steps_done
         self._apply_settings(learning_rate(self.args, steps_done))
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """What lies on the device: Adam's parameters (of bfloat16 weights a float32 copy) and its moments."""
+        for optimizer in self._torch_optimizers():
+            held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+            held += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+            yield from (tensor for tensor in held if tensor.device == local_device())
+
     def _torch_optimizers(self) -> list[torch.optim.Optimizer]:
         chained = getattr(self.inner, "chained_optimizers", [self.inner])
         return [optimizer.optimizer for optimizer in chained if optimizer.optimizer is not None]
+
+    @property
+    def _fused(self) -> bool:
+        return local_device().type == "cuda"
+
+    @property
+    def _step_device(self) -> torch.device:
+        """The fused kernel reads AdamW's step count on the device; else the host does."""
+        return local_device() if self._fused else torch.device("cpu")
 
     def _create_state(self) -> None:
         for optimizer in self._torch_optimizers():
@@ -154,7 +175,7 @@ class PolicyOptimizer:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     optimizer.state[parameter] = {
-                        "step": torch.tensor(0.0),
+                        "step": torch.tensor(0.0, device=self._step_device),
                         "exp_avg": torch.zeros_like(parameter),
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
@@ -163,7 +184,19 @@ class PolicyOptimizer:
         for optimizer in self._torch_optimizers():
             for state in optimizer.state.values():
                 if "step" in state and torch.is_tensor(state["step"]):
-                    state["step"] = state["step"].clone()
+                    state["step"] = state["step"].to(self._step_device, copy=True)
+
+
+@functools.cache
+def _keep_norm_on_device() -> None:
+    """Compute the gradient's norm in one go: megatron's stand-in for Apex's kernel waits for every parameter's."""
+    if clip_grads.l2_norm_impl is not local_multi_tensor_l2_norm:
+        return  # Apex's or TransformerEngine's kernel is there
+
+    def l2_norm(chunk: int, overflow: Any, tensors: list[list[torch.Tensor]], *args: Any) -> tuple[torch.Tensor, None]:
+        return torch.nn.utils.get_total_norm(tensors[0]).view(1), None
+
+    clip_grads.l2_norm_impl = l2_norm
 
 
 @functools.cache

@@ -29,6 +29,7 @@ from sleuth.megatron import device, parallel
 from sleuth.megatron.checkpoint import Checkpoints, load_weights
 from sleuth.megatron.forward import MicroBatch, finalize_gradients, run_model, score
 from sleuth.megatron.kl_penalty import PenaltySettings, penalise
+from sleuth.megatron.lending import LentMemory
 from sleuth.megatron.logprobs import HeadOptions
 from sleuth.megatron.model import (
     ModelSettings,
@@ -104,6 +105,7 @@ class Trainer:
         config.finalize_model_grads_func = finalize_gradients
         self.optimizer = PolicyOptimizer(args, self._ddp)
         config.grad_scale_func = self.optimizer.inner.scale_loss
+        self.memory = LentMemory(self._ddp, self.optimizer)
 
         self._objective = make_objective(args)
         self._options = head_options(args)
@@ -163,6 +165,7 @@ class Trainer:
         """Save a checkpoint of `step` under --save; a failure does not damage earlier checkpoints."""
         if self.args.save is None:
             raise ValueError("--save is not given: there is no folder to save to")
+        self.memory.wait()
         self.checkpoints.save(Path(self.args.save), step, rollout_state, keep=self.args.save_keep)
 
     def _load_initial_weights(self) -> None:
@@ -221,6 +224,7 @@ class Trainer:
                 f"the loss is {metrics['loss']} in optimizer step {self.optimizer.steps_done}; the weights are as "
                 f"before it. Metrics of the step: {metrics}"
             )
+        self.memory.wait()
         result = self.optimizer.step()
         return metrics | {"grad_norm": result.grad_norm, "lr": result.lr}
 

@@ -31,7 +31,7 @@ POLICY = {
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "policy": POLICY,
     "token mean": {**POLICY, "calculate_per_token_loss": True},
-    "kl in the reward": {**POLICY, "use_kl_loss": False, "kl_coef": 0.2},
+    "kl in the reward": {name: value for name, value in POLICY.items() if "kl_loss" not in name} | {"kl_coef": 0.2},
     # Adam turns rounding where a gradient is nearly 0 into a part of --lr, which a deep model amplifies.
     "small steps": {**POLICY, "lr": 1e-3},
     "no clipping": {**POLICY, "clip_grad": 0},

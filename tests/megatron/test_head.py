@@ -104,7 +104,7 @@ def test_packed_attention_is_causal_within_each_sequence(lengths: list[int]) -> 
     config = SimpleNamespace(attention_dropout=0.0)
     attention = PackedAttention(config, 1, AttnMaskType.causal, pg_collection=SimpleNamespace(cp=OneRank()))
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
-    params = PackedRow(qkv_format="thd", cu_seqlens_q_padded=bounds)
+    params = PackedRow.of(lengths, bounds, 1)
     found = attention(query, key, value, packed_seq_params=params)
     torch.testing.assert_close(found, expected)
     for ours, theirs in zip(torch.autograd.grad((found * upstream).sum(), (query, key, value)), gradients, strict=True):
@@ -127,7 +127,7 @@ def test_rotation_agrees_with_transformers() -> None:
         SimpleNamespace(attention_dropout=0.0), 1, AttnMaskType.causal, pg_collection=SimpleNamespace(cp=OneRank())
     )
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
-    plain = PackedRow(qkv_format="thd", cu_seqlens_q_padded=bounds)
+    plain = PackedRow.of(lengths, bounds, 1)
     angles = rotary_angles(positions, rotary_frequencies(width, config.rope_parameters["rope_theta"]), torch.float32)
     expected = attention(rotated[0][0], rotated[1][0], value, packed_seq_params=plain)
     found = attention(query, key, value, packed_seq_params=PackedRow(**vars(plain) | {"rotary": angles}))
