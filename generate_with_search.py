@@ -59,10 +59,7 @@ SEARCH_R1_CONFIGS: dict[str, Any] = {
     "search_backend": "local",
     "local": {"search_url": "http://127.0.0.1:8000/retrieve", "proxy": None},
     "google": {"api_key": "env:SERPER_API_KEY", "snippet_only": True, "proxy": None},  # the key's name, never the key
-    "wikipedia": {"language": "en", "concurrency": 3, "timeout": 15.0},  # WIKIPEDIA_CONTACT=you@example.org
-    "deepseek": {"concurrency": 16, "timeout": 60.0},  # DEEPSEEK_API_KEY
-    "zhihu": {"concurrency": 1, "timeout": 15.0},  # ZHIHU_SEARCH_KEYS=a,b,c
-    "searxng": {"search_url": "http://127.0.0.1:8080/search", "concurrency": 8, "timeout": 15.0},
+    # "wikipedia": {...} and the other web backends: the keys and defaults of a section stand in <name>_search.py
     "return_logprob": True,
     "format_score": 0.2,
 }

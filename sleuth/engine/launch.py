@@ -28,7 +28,7 @@ def missing_engine() -> str | None:
         return None
     return (
         "the engine: expected the package sglang, found none; on a CPU run `bash scripts/setup_cpu.sh`, for GPUs "
-        "`pip install -e '.[gpu-engine]'`"
+        "`bash scripts/setup_gpu.sh`"
     )
 
 
