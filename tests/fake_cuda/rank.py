@@ -109,11 +109,12 @@ def train(gpu: FakeGPU, trainer: Any, args: Any, tokens: int) -> dict[str, Any]:
 
 def row(gpu: FakeGPU, args: Any, tokens: int) -> Any:
     """A row of equally long samples, half of each a response. It is packed with real numbers, then moved."""
+    from sleuth.algo.context_parallel import length_multiple
     from sleuth.algo.optimizer_steps import OptimizerStepBatch
-    from sleuth.megatron import device, forward, parallel
+    from sleuth.megatron import device, forward
     from sleuth.sample import TrainSample
 
-    multiple = parallel.length_multiple(args)
+    multiple = length_multiple(args)
     length = tokens * args.context_parallel_size // SEQUENCES // multiple * multiple
     half = length // 2
     samples = [
