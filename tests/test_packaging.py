@@ -161,7 +161,9 @@ def test_an_installed_wheel_can_be_imported_elsewhere(wheel: Path, tmp_path: Pat
 def test_a_machine_without_an_engine_is_told_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sglang" else find_spec(name))
-    with pytest.raises(ArgumentsError, match=r"on a CPU run `bash scripts/setup_cpu\.sh`, for GPUs `bash scripts/setup_gpu\.sh`"):
+    with pytest.raises(
+        ArgumentsError, match=r"on a CPU run `bash scripts/setup_cpu\.sh`, for GPUs `bash scripts/setup_gpu\.sh`"
+    ):
         check_files(parse_args(FLAGS))
     monkeypatch.setattr(launch.os, "getpgrp", launch.os.getpid)
     monkeypatch.setattr(launch, "watch_owner", lambda *_: None)
