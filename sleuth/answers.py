@@ -189,11 +189,15 @@ _PUNCTUATION = string.punctuation.encode()
 _TO_SPACES = bytes.maketrans(_PUNCTUATION, b" " * len(_PUNCTUATION))
 
 
+_AROUND = " .,:;!?()[]\"'\u2018\u201c\u201d\u201e\u00ab\u00bb\u2039\u203a\u3001\u3002\u300c\u300d\u300e\u300f"
+"""Punctuation that may stand around an answer: sentence marks, brackets and quotes, also the Chinese and Japanese."""
+
+
 def _as_written(text: str) -> str:
     """The text case-folded, in compatibility forms (NFKC), with single spaces and without punctuation around it."""
     folded = unicodedata.normalize("NFKC", text.translate(_PLAIN)).casefold()
     words = " ".join("".join(c for c in folded if unicodedata.category(c) != "Cf").split())
-    return words.strip(' .,:;!?()[]"\u201c\u201d') or words
+    return words.strip(_AROUND) or words
 
 
 def _fold(text: str, keep_numbers: bool) -> str:

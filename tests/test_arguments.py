@@ -184,7 +184,8 @@ def test_null_means_the_default(tmp_path: Path):
         ("seed: 1\nseed: 2", ["seed is given twice"]),
         ("lora_rank: 32", ["LoRA is not supported yet"]),
         ("- seed", ["expected a mapping of flags"]),
-        ("seed: [", ["expected YAML, found", "; correct it"]),
+        ("seed: [", ["expected YAML in UTF-8, found", "; correct it"]),
+        ("[" * 2000, ["expected YAML in UTF-8, found", "; correct it"]),
         ("lr: fast", ["--lr: expected a valid number", "found 'fast'"]),
         ("use_kl_loss: 17", ["--use-kl-loss: expected a valid boolean", "found 17"]),
         ("search_r1: {google: {api_key: abcd}}", ["search_r1.google.api_key", "use the environment"]),
@@ -193,6 +194,17 @@ def test_null_means_the_default(tmp_path: Path):
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, parts: list[str]):
     message = error_of("--custom-config-path", write(tmp_path / "c.yaml", text))
     assert all(part in message for part in parts), message
+
+
+def test_a_file_that_is_no_utf8_is_named(tmp_path: Path):
+    (tmp_path / "c.yaml").write_bytes(b"seed: 1 # \xff")
+    assert f"expected YAML in UTF-8, found {tmp_path}/c.yaml" in error_of("--custom-config-path", f"{tmp_path}/c.yaml")
+
+
+def test_a_section_may_be_built_on_another(tmp_path: Path):
+    text = "custom: &base {topk: 5, max_turns: 4}\nsearch_r1: {<<: *base, topk: 7}\n"
+    section = parse("--custom-config-path", write(tmp_path / "c.yaml", text)).custom_config["search_r1"]
+    assert section == {"topk": 7, "max_turns": 4}
 
 
 def test_a_missing_configuration_file_is_named():

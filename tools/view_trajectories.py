@@ -35,11 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--wrong", action="store_true", help="show only trajectories without an exact match")
     parser.add_argument("--no-prompt", action="store_true", help="leave the prompts out")
     options = parser.parse_args(argv)
+    if options.limit is not None and options.limit < 0:
+        parser.error(f"--limit: expected 0 or more, found {options.limit}")
     try:
         path = find_file(options.path)
-    except FileNotFoundError as error:
+        records = read_trajectories(path)
+    except (OSError, ValueError) as error:
         parser.error(str(error))
-    records = read_trajectories(path)
     if options.wrong:
         records = [record for record in records if not record["reward_components"].get("exact_match")]
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -182,7 +182,8 @@ class _Loader(yaml.SafeLoader):
     """YAML in which 1e-4 is a number (YAML 1.1 wants 1.0e-4) and a repeated key is an error."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        written = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # `<<: *base` is laid under
+        keys = [self.construct_object(key, deep=True) for key in written]
         for key in keys:
             if keys.count(key) > 1:
                 raise ArgumentsError(f"{node.start_mark.name}: {key} is given twice; keep one")
@@ -202,9 +203,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ArgumentsError(
             f"--custom-config-path: expected a readable file, found {path} ({error.strerror})"
         ) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ArgumentsError(
-            f"--custom-config-path: expected YAML, found {path} ({' '.join(str(error).split())}); correct it"
+            f"--custom-config-path: expected YAML in UTF-8, found {path} ({' '.join(str(error).split())}); correct it"
         ) from None
     if values is None:
         return {}

@@ -1,11 +1,12 @@
 """Reads the prompt and the tools of a row: checks them, and brings them into the form that chat templates expect.
 
-A prompt is a text, or a list of messages with role and content; the list may also be JSON text. Content may be a list
-of text parts. Nothing here knows tokenizers.
+A prompt is a text, or a list of messages with role and content; the list may also be written out as JSON or Python.
+Content may be a list of text parts. Nothing here knows tokenizers.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 from typing import Any
 
@@ -65,13 +66,15 @@ def without_padding(value: Any) -> Any:
 
 
 def decoded(text: str) -> Any:
-    """The list or dictionary if the text is JSON of one, else the text itself."""
+    """The list or dictionary if the text is one in JSON or Python notation, else the text itself."""
     if not text.lstrip().startswith(("[", "{")):
         return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    for read in (json.loads, ast.literal_eval):  # pandas writes lists into CSV files as Python does
+        try:
+            return read(text.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return text
 
 
 def _are_messages(value: Any) -> bool:

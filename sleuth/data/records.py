@@ -123,6 +123,10 @@ def _read_parquet(
     with _open_parquet(path) as file:
         found = file.schema_arrow.names
         wanted = found if columns is None else [name for name in found if name in columns]
+        if twice := sorted({name for name in wanted if wanted.count(name) > 1}):
+            raise ValueError(
+                f"expected one column of each name in {path}, found {twice[0]!r} twice; rename one of them"
+            )
         try:
             for batch in _batches(file, start, stop, wanted):
                 rows += _plain_rows(batch.select(wanted), path, start + len(rows))
@@ -208,7 +212,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _parse_line(line: str, path: Path, number: int) -> Row:
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         raise ValueError(f"line {number} of {path} is not JSON: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object on line {number} of {path}, found {type(row).__name__}")

@@ -22,6 +22,11 @@ logger = logging.getLogger(__name__)
 
 SECONDS = "_seconds"
 """A metric whose name ends so is a time."""
+NEEDED = (
+    *("index", "group_index", "status", "stop_reason", "error", "label", "prompt", "segments"),
+    *("reward", "reward_components", "rollout_metrics"),
+)
+"""The fields that every version of a record has."""
 
 
 def write_trajectories(
@@ -133,10 +138,29 @@ def _converted(value: Any) -> Any:
 
 
 def read_trajectories(path: str | Path) -> list[dict[str, Any]]:
-    """The records in a file of `write_trajectories`, also in files of older versions."""
-    with Path(path).open(encoding="utf-8", newline="\n") as file:  # only \n: texts may hold other line ends
-        records = [json.loads(line) for line in file if line.strip()]
-    return [_without_gaps(record, Path(path).name) for record in records]
+    """The records in a file of `write_trajectories`, also in files of older versions. ValueError for other files."""
+    records = []
+    with Path(path).open(encoding="utf-8", errors="replace", newline="\n") as file:  # texts may hold other line ends
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                records.append(_without_gaps(_parsed(line, f"line {number} of {path}"), Path(path).name))
+    return records
+
+
+def _parsed(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"expected a trajectory in {where}, found no JSON ({error}); was the file cut short?"
+        ) from None
+    missing = [name for name in NEEDED if name not in record] if isinstance(record, dict) else NEEDED
+    if missing:
+        raise ValueError(
+            f"expected a trajectory in {where}, found one without {', '.join(missing)}; name a file of "
+            "trajectories/ in a run's folder"
+        )
+    return dict(record)
 
 
 def _without_gaps(record: dict[str, Any], file_name: str) -> dict[str, Any]:

@@ -146,12 +146,16 @@ def shared_service(key: Any, make: Callable[[], SearchService]) -> SearchService
 def guarded_backend(
     function: Callable[[str, int], Awaitable[Sequence[Any]]], name: str, *, topk: int, timeout: float, retries: int
 ) -> Backend:
-    """Wrap a user's `async def search(query, topk)`: adds a timeout (seconds per attempt), retries and typed errors."""
+    """Wrap a user's `async def search(query, topk)`: adds a timeout (seconds per attempt), retries and typed errors.
+
+    Of a longer list the first `topk` passages are taken.
+    """
 
     async def attempt(query: str) -> Sequence[Any]:
         try:
             async with asyncio.timeout(timeout):
-                return await function(clean_query(query), topk)
+                found = await function(clean_query(query), topk)
+            return found[:topk] if isinstance(found, list | tuple) else found  # what else it is, is told later
         except (SearchError, QueryError):
             raise
         except TimeoutError:

@@ -12,9 +12,12 @@ MESSAGES = [{"role": "system", "content": "be short"}, {"role": "user", "content
 CALL = {"type": "function", "function": {"name": "search", "arguments": {"query": "x"}}}
 
 
-def test_json_text_of_messages_is_decoded_and_other_text_is_not() -> None:
+def test_messages_written_as_json_or_python_are_decoded_and_other_text_is_not() -> None:
     assert read_prompt(json.dumps(MESSAGES), WHERE) == MESSAGES
+    assert read_prompt(f" {MESSAGES} ", WHERE) == MESSAGES
+    assert read_tools(str([CALL]), WHERE) == [CALL]
     for text in (
+        "['Paris', print(1)]",
         "[1, 2]",
         "[not JSON",
         '{"role": "user", "content": "q"}',

@@ -94,10 +94,22 @@ def test_a_missing_column_names_those_found(path: Path) -> None:
         read_records(str(path)).require("answer", "--label-key")
 
 
+def test_two_columns_of_one_name_are_an_error_only_where_they_are_wanted(tmp_path: Path) -> None:
+    path = tmp_path / "twice.parquet"
+    columns = [pa.array(["a"]), pa.array(["b"]), pa.array(["c"])]
+    pq.write_table(pa.Table.from_arrays(columns, names=["prompt", "other", "other"]), path)
+    with pytest.raises(ValueError, match=r"one column of each name in .*twice.parquet, found 'other' twice"):
+        read_records(str(path), ["prompt", "other"])
+    assert read_records(str(path), ["prompt"]).rows == [{"prompt": "a"}]
+
+
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n{"a": \n')
     with pytest.raises(ValueError, match=r"line 2 of .* is not JSON"):
+        read_records(str(path))
+    path.write_text(f'{{"a": {"9" * 5000}}}\n')
+    with pytest.raises(ValueError, match=r"line 1 of .* is not JSON: Exceeds the limit"):
         read_records(str(path))
     path.write_text("[1]\n")
     with pytest.raises(ValueError, match="expected a JSON object on line 1"):

@@ -193,3 +193,11 @@ def test_a_backend_of_the_users_own_may_refuse_a_query():
 
     with pytest.raises(QueryError, match="no more than three words"):
         asyncio.run(guarded_backend(picky, "mine", topk=1, timeout=1.0, retries=3)("a"))
+
+
+def test_no_more_than_topk_passages_are_taken() -> None:
+    async def generous(query: str, topk: int) -> list[str]:
+        return [f"title {i}\ntext" for i in range(50)]
+
+    found = asyncio.run(guarded_backend(generous, "mine", topk=3, timeout=1.0, retries=0)("a"))
+    assert found == ["title 0\ntext", "title 1\ntext", "title 2\ntext"]

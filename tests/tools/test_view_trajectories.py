@@ -51,6 +51,30 @@ def test_a_path_without_trajectories(tmp_path, capsys):
     assert "found neither" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'{"index": 1', "line 1 of t.jsonl, found no JSON"),
+        (b"\xff\xfe", "line 1 of t.jsonl, found no JSON"),
+        (b"\n[1]\n", "line 2 of t.jsonl, found one without index, group_index"),
+        (b"null\n", "found one without index"),
+        (b"{}\n", "name a file of trajectories/ in a run's folder"),
+    ],
+)
+def test_a_file_that_is_none_of_trajectories_is_told(tmp_path, monkeypatch, capsys, data, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.jsonl").write_bytes(data)
+    with pytest.raises(SystemExit):
+        main(["t.jsonl"])
+    assert message in capsys.readouterr().err
+
+
+def test_a_limit_below_zero(capsys):
+    with pytest.raises(SystemExit):
+        main(["t.jsonl", "--limit", "-1"])
+    assert "--limit: expected 0 or more, found -1" in capsys.readouterr().err
+
+
 def test_a_terminal_that_lacks_letters(tmp_path):
     sample = make_sample(label="\u4e2d\u56fd \u2028 \ud835")
     write_trajectories(tmp_path / "trajectories" / "step_1.jsonl", [sample], word_tokenizer(), 1)
