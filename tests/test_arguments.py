@@ -159,6 +159,11 @@ def test_null_in_mis_yaml_survives_writing_and_reading_back(tmp_path: Path):
     assert parse("--custom-config-path", str(tmp_path / "config.yaml")).custom_config == args.custom_config
 
 
+def test_a_section_whose_keys_are_all_commented_out_is_empty(tmp_path: Path):
+    path = write(tmp_path / "c.yaml", "search_r1:\n  # topk: 5\nseed: 3\n")
+    assert parse("--custom-config-path", path).custom_config == {"search_r1": {}}
+
+
 def test_files_may_be_named_by_one_flag_or_several(tmp_path: Path):
     first, second = write(tmp_path / "a.yaml", "seed: 1\nlr: 1"), write(tmp_path / "b.yaml", "seed: 2")
     for words in ([first, "--custom-config-path", second], [first, second]):

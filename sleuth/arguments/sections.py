@@ -68,10 +68,10 @@ def _collect(
     top: dict[tuple[str, str], Any] = {}
     for path, key, name, value in entries:
         if name in names:
-            if not isinstance(value, Mapping):
+            if value is not None and not isinstance(value, Mapping):
                 yield f"{path}: expected a mapping under {key}:, found {value!r:.80}"
                 continue
-            sections[name] = merged(sections.get(name, {}), value)
+            sections[name] = merged(sections.get(name, {}), value or {})  # null: all of its keys are commented out
         elif name in flat:
             top[flat[name], name] = value
         else:
