@@ -62,8 +62,8 @@ def test_a_supervised_run_trains_saves_and_resumes(tmp_path):
     code, output = run_training([*flags, "--load", str(tmp_path / "save"), "--num-rollout", "3"])
     assert code == 0, output
     lines = metrics_of(tmp_path / "run")
-    assert [line["step"] for line in lines] == [0, 1, 2, 3]
-    assert lines[1]["train/loss"] > lines[3]["train/loss"]
+    assert [line["step"] for line in lines] == [1, 2, 3]  # nothing is evaluated before training
+    assert lines[0]["train/loss"] > lines[2]["train/loss"]
     cursor = json.loads((tmp_path / "save/iter_0000003/rollout_state.json").read_text())["stream"]
     assert (cursor["epoch"], cursor["position"]) == (1, 6), "twelve rows of six"
     assert processes_of(tmp_path / "run") == []
