@@ -181,6 +181,11 @@ def check_ids(ids: Sequence[int], vocab_size: int | None, of: str = "the respons
         if kind is bool or not issubclass(kind, Integral):
             wrong = next(token for token in ids if type(token) is kind)
             raise ValueError(f"expected whole numbers as ids, found {wrong!r:.40} ({kind.__name__}) in {of}")
+    check_range(ids, vocab_size, of)
+
+
+def check_range(ids: Sequence[int], vocab_size: int | None, of: str) -> None:
+    """The second half of `check_ids`, for ids that were whole numbers when they were appended."""
     if not ids or vocab_size is None:
         return
     low, high = min(ids), max(ids)

@@ -27,7 +27,7 @@ import tenacity
 from sleuth.hooks.context import Generation, StopRunError
 from sleuth.retries import failure, with_retries
 from sleuth.rollout.routing import Router
-from sleuth.sample import check_ids
+from sleuth.sample import check_range
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class EngineClient:
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:
             raise ValueError("expected at least one input id, found none: the engine needs a prompt")
-        check_ids(ids, self.vocab_size, "the request")
+        check_range(ids, self.vocab_size, "the request")
 
     async def _request_with_retries(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Send a request, a further attempt to another engine if there is one; returns the URL and its answer."""
