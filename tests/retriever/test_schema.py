@@ -22,6 +22,6 @@ def url() -> Iterator[str]:
 
 
 @schema.parametrize()
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_server_does_as_its_document_says(case: schemathesis.Case, url: str) -> None:
     case.call_and_validate(base_url=url)
