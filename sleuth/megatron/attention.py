@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,9 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from sleuth.algo.context_parallel import zigzag_inverse
-from sleuth.arguments.hf_config import Llama3Scaling
+
+if TYPE_CHECKING:
+    from sleuth.arguments.hf_config import Llama3Scaling
 
 
 @dataclass

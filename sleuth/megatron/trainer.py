@@ -24,7 +24,6 @@ from torch import Tensor
 
 from sleuth.algo.context_parallel import length_multiple
 from sleuth.algo.optimizer_steps import OptimizerStepBatch
-from sleuth.arguments.files_check import is_hf_folder
 from sleuth.megatron import device, parallel
 from sleuth.megatron.checkpoint import Checkpoints, load_weights
 from sleuth.megatron.forward import MicroBatch, finalize_gradients, run_model, score
@@ -84,7 +83,7 @@ class Trainer:
 
     def __init__(self, args: TrainerSettings) -> None:
         self.args = args
-        self.shape = ModelShape.from_hf(Path(args.hf_checkpoint))
+        self.shape = self._model_shape()
         parallel.initialize(args, self.shape.num_layers)
         config = transformer_config(args, self.shape)
         self.chunks = build_model(self.shape, config)
@@ -168,8 +167,13 @@ class Trainer:
         self.memory.wait()
         self.checkpoints.save(Path(self.args.save), step, rollout_state, keep=self.args.save_keep)
 
+    def _model_shape(self) -> ModelShape:
+        return ModelShape.from_hf(Path(self.args.hf_checkpoint))
+
     def _load_initial_weights(self) -> None:
         """Load the weights of --ref-load if it is given, else those of --hf-checkpoint."""
+        from sleuth.arguments.files_check import is_hf_folder  # here: see `ModelShape.from_hf`
+
         if self.args.ref_load is not None and not is_hf_folder(self.args.ref_load):
             load_weights(self.chunks, self.args.ref_load)
         else:
