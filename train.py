@@ -26,6 +26,7 @@ from sleuth.cluster.sync import sync_weights
 from sleuth.leftovers import remove_leftovers
 from sleuth.metrics.timing import timed
 from sleuth.metrics.tracker import Tracker
+from sleuth.secrets import redact
 
 logger = logging.getLogger("train")
 
@@ -119,19 +120,19 @@ def main() -> None:
             args = preflight(args, warn=warnings.append)
             folders.enter_context(own_folders(args))
         except (ValueError, OSError) as error:
-            sys.exit(f"error: {error}")
+            sys.exit(f"error: {redact(str(error))}")
         start(args, args.run_dir.resolve(), interruption, warnings)
 
 
 def start(args: Args, run_dir: Path, interruption: Interruption, warnings: list[str]) -> None:
     """The run itself, in folders of its own; ends the process, with a line that says why, where it fails."""
-    configure_logging(run_dir, "driver")
+    configure_logging(run_dir, "driver", args)
     remove_leftovers()
     args.write(run_dir / "config.yaml")
     console = Console()
     console.print(config_table(args))
     for warning in warnings:
-        console.print(f"warning: {warning}", style="yellow", soft_wrap=True, markup=False)
+        console.print(f"warning: {redact(warning)}", style="yellow", soft_wrap=True, markup=False)
     console.print(f"starting (it takes a minute or so); logs: {run_dir / 'logs'}", soft_wrap=True, markup=False)
     try:
         if args.debug_rollout_only:
