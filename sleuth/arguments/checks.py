@@ -9,7 +9,7 @@ from typing import Any
 from sleuth.arguments.all_flags import AllFlags
 from sleuth.arguments.switches import flag, ineffective_flags
 from sleuth.data_path import DataPath
-from sleuth.hooks.settings import may_be_secret
+from sleuth.secrets import MASK, is_secret
 
 
 def find_problems(args: AllFlags, given: Collection[str] = ()) -> list[str]:
@@ -274,13 +274,27 @@ def _evaluation(args: AllFlags) -> Iterator[str]:
 
 def _secrets(args: AllFlags) -> Iterator[str]:
     for path in _secret_paths(args.custom_config, ""):
-        yield f"{path}: secrets do not belong in configuration files, which are printed and saved; use the environment"
+        yield f"{path}: secrets do not belong in configuration files; use the environment"
+    for path in _masked_paths({**args.custom_config, "search_url": args.search_url}, ""):
+        yield f"{path}: expected its value, found {MASK}, which stands for a secret in files of a run; put it in"
 
 
 def _secret_paths(value: Any, path: str) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            if may_be_secret(key) and isinstance(inner, str) and inner and not inner.startswith("env:"):
+            plain = isinstance(inner, str) and inner not in ("", MASK) and not inner.startswith("env:")
+            if is_secret(key) and plain:
                 yield f"{path}{key}"  # `env:` only names a variable
             else:
                 yield from _secret_paths(inner, f"{path}{key}.")
+
+
+def _masked_paths(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _masked_paths(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _masked_paths(inner, path)
+    elif isinstance(value, str) and (value == MASK or f"://{MASK}@" in value or f"={MASK}" in value):
+        yield path

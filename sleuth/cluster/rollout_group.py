@@ -39,7 +39,7 @@ class RolloutActor:
     """Runs the manager in a process of its own: a RolloutManager, or a SupervisedManager with `--loss-type sft`."""
 
     def __init__(self, args: Args, run_dir: Path) -> None:
-        configure_logging(run_dir, "rollout")
+        configure_logging(run_dir, "rollout", args)
         self.args, self.run_dir = args, run_dir
 
     def load(self) -> None:

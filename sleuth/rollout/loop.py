@@ -19,7 +19,7 @@ from typing import Any
 from sleuth.arguments import Args
 from sleuth.data import PromptRow
 from sleuth.rollout.hook_runner import UNUSABLE, HookRunner, Hooks, told
-from sleuth.sample import Sample, StopReason, TokenTrace
+from sleuth.sample import LONGEST_ERROR, Sample, StopReason, TokenTrace, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,8 @@ class FailureBudget:
     failed: list[Sample] = field(default_factory=list)
 
     def record(self, sample: Sample) -> None:
+        if sample.error is not None:  # a hook may have set it by itself
+            sample.error = shortened(sample.error, LONGEST_ERROR)
         self.failed.append(sample)
         logger.warning(
             "sample %d (%s): %s (%s): %s", sample.index, sample.where, sample.status, sample.stop_reason, sample.error
