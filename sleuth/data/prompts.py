@@ -18,11 +18,11 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from sleuth.arguments import Args
-from sleuth.data.labels import is_blank
 from sleuth.data.messages import Prompt, read_prompt, read_tools
 from sleuth.data.records import CHECKED_ROWS, Records, read_records
 from sleuth.data.render import PromptRenderer
 from sleuth.data.stream import RowStream
+from sleuth.labels import is_blank
 
 logger = logging.getLogger(__name__)
 
