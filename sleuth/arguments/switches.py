@@ -49,7 +49,8 @@ TABLE = (
     _needs("finetune", "load"),
     _needs("apply_chat_template_kwargs tool_key", "apply_chat_template"),
     _needs(
-        "n_samples_per_eval_prompt eval_temperature eval_top_p eval_max_response_len eval_input_key eval_label_key",
+        "n_samples_per_eval_prompt eval_temperature eval_top_p eval_max_response_len eval_input_key eval_label_key "
+        "eval_data_source_filter",
         "eval_interval",
     ),
     Dependent(

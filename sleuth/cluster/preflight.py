@@ -39,10 +39,11 @@ def preflight(args: ArgsT, *, planning: bool = False, warn: Callable[[str], None
     args = with_model(args, planning=planning)
     if args.sglang_options:
         check_sglang_options(args, planning=planning, warn=warn)
+    if missing is None:
+        missing = _missing_data(args, planning=planning)
     if missing:
         warn(missing)
     else:
-        check_data(args)
         for warning in (*unwinnable_rows(args, modules), check_disk(args)):
             if warning:
                 warn(warning)
@@ -63,6 +64,17 @@ def _complaint(check: Callable[[Args], None], args: Args) -> str | None:
     try:
         check(args)
     except ValueError as error:
+        return str(error)
+    return None
+
+
+def _missing_data(args: Args, *, planning: bool) -> str | None:
+    """Check the data; returns what a hub did not give, which a plan can do without."""
+    try:
+        check_data(args)
+    except FileNotFoundError as error:
+        if not planning:
+            raise
         return str(error)
     return None
 

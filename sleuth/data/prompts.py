@@ -75,7 +75,7 @@ def load_rows(
 def check_rows(path: str, args: Args, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool = False) -> None:
     """Raise what `load_rows` would raise for the first rows: a quick check before anything expensive starts."""
     keys = Keys.of(args, evaluation)
-    records = _read(path, keys, limit=None if args.data_source_filter else CHECKED_ROWS)
+    records = _read(path, keys, limit=None if keys.sources else CHECKED_ROWS)
     deque(islice(_iter_rows(records, keys, args, tokenizer), CHECKED_ROWS), maxlen=0)
 
 
@@ -86,9 +86,9 @@ def check_labels(path: str, args: Args, can_win: Callable[[Any], bool], *, evalu
     that error is raised again with file, row and column.
     """
     keys = Keys.of(args, evaluation)
-    records = read_records(path, {keys.label, "data_source"})
+    records = read_records(path, {keys.label, "data_source"}, default_file=keys.default_file)
     records.require(keys.label, keys.label_flag)
-    lost, selected = [], _selected(records, args.data_source_filter)
+    lost, selected = [], _selected(records, keys)
     for index, record in selected:
         try:
             if not can_win(record.get(keys.label)):
@@ -106,22 +106,34 @@ def check_labels(path: str, args: Args, can_win: Callable[[Any], bool], *, evalu
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The columns that the flags name, and the names of those flags."""
+    """The columns and rows that the flags of training, or those of evaluation, name."""
 
     input: str
     label: str
     tools: str | None
     metadata: str
-    input_flag: str
-    label_flag: str
+    prefix: str
+    """What the flags begin with: `--`, or `--eval-`."""
+    sources: list[str] | None
+    """The wanted data sources [all]."""
+    default_file: str
+    """Which file of a hub's data set is meant where none is named."""
 
     @classmethod
     def of(cls, args: Args, evaluation: bool) -> Keys:
+        common = (args.tool_key, args.metadata_key)
         if evaluation:
-            columns, flags = (args.eval_input_key, args.eval_label_key), ("--eval-input-key", "--eval-label-key")
-        else:
-            columns, flags = (args.input_key, args.label_key), ("--input-key", "--label-key")
-        return cls(*columns, args.tool_key, args.metadata_key, *flags)
+            columns = (args.eval_input_key, args.eval_label_key)
+            return cls(*columns, *common, "--eval-", args.eval_data_source_filter, "test.parquet")
+        return cls(args.input_key, args.label_key, *common, "--", args.data_source_filter, "train.parquet")
+
+    @property
+    def input_flag(self) -> str:
+        return f"{self.prefix}input-key"
+
+    @property
+    def label_flag(self) -> str:
+        return f"{self.prefix}label-key"
 
 
 def _read(path: str, keys: Keys, limit: int | None = None) -> Records:
@@ -129,9 +141,9 @@ def _read(path: str, keys: Keys, limit: int | None = None) -> Records:
     if keys.tools:
         needed[keys.tools] = "--tool-key"
     columns = {*needed, keys.metadata, "data_source"}
-    records = read_records(path, columns, limit)
+    records = read_records(path, columns, limit, default_file=keys.default_file)
     if limit is not None and not set(needed) <= set(records.columns):
-        records = read_records(path, columns)  # in JSONL only later rows may have a key
+        records = read_records(path, columns, default_file=keys.default_file)  # in JSONL only later rows may have a key
     for column, flag in needed.items():
         records.require(column, flag)
     return records
@@ -140,7 +152,7 @@ def _read(path: str, keys: Keys, limit: int | None = None) -> Records:
 def _iter_rows(records: Records, keys: Keys, args: Args, tokenizer: PreTrainedTokenizerBase) -> Iterator[PromptRow]:
     renderer = PromptRenderer(tokenizer, args.apply_chat_template, args.apply_chat_template_kwargs)
     one_object: dict[int, int] = {}  # for each token id: a list of new integers takes five times the memory
-    for index, record in _selected(records, args.data_source_filter):
+    for index, record in _selected(records, keys):
         row = f"row {index} of {records.path}"
         where = f"{row}, column {keys.input!r} ({keys.input_flag})"
         prompt = read_prompt(record.get(keys.input), where, padded=records.padded)
@@ -154,16 +166,19 @@ def _iter_rows(records: Records, keys: Keys, args: Args, tokenizer: PreTrainedTo
         yield PromptRow(index, prompt, ids, record.get(keys.label), metadata, records.path)
 
 
-def _selected(records: Records, sources: list[str] | None) -> list[tuple[int, dict[str, Any]]]:
+def _selected(records: Records, keys: Keys) -> list[tuple[int, dict[str, Any]]]:
     """The records of the wanted data sources, each with its row number in the file."""
     numbered = list(enumerate(records.rows, start=records.first))
-    if sources is None:
+    if keys.sources is None:
         return numbered
-    records.require("data_source", "--data-source-filter")
-    selected = [(index, row) for index, row in numbered if row.get("data_source") in sources]
+    flag = f"{keys.prefix}data-source-filter"
+    records.require("data_source", flag)
+    selected = [(index, row) for index, row in numbered if row.get("data_source") in keys.sources]
     if not selected:
         found = sorted({str(row.get("data_source")) for row in records.rows})
-        raise ValueError(f"no row of {records.path} has a data_source of {sources}; found {', '.join(found)}")
+        raise ValueError(
+            f"no row of {records.path} has a data_source of {keys.sources} ({flag}); found {', '.join(found)}"
+        )
     return selected
 
 
