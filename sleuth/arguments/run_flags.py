@@ -153,6 +153,12 @@ class DataArgs(Group):
     tool_key: str | None = Field(
         None, description="Column of the prompt data that holds the tools offered to the chat template."
     )
+    prompt_template: str | None = Field(
+        None,
+        description="Instruction for rows that hold a bare question, in training and evaluation: tags (the protocol of "
+        "generate_with_search.py), tools (that of generate_with_tools.py), or a text file with {question} in it; in a "
+        ".json file, a list of messages [prompts as they are].",
+    )
     apply_chat_template: bool = Field(False, description="Render prompts with the tokenizer's chat template.")
     apply_chat_template_kwargs: JsonObject = Field(
         default_factory=dict, description="JSON object of further arguments of the tokenizer's chat template."

@@ -100,7 +100,7 @@ TABLE = (
         "has an effect only with --loss-type sft; add it, or drop {flag}",
     ),
     Dependent(
-        "use_kl_loss use_tis kl_coef overlong_buffer_len score_old_log_probs entropy_coef eps_clip_c "
+        "prompt_template use_kl_loss use_tis kl_coef overlong_buffer_len score_old_log_probs entropy_coef eps_clip_c "
         "disable_grpo_std_normalization dynamic_sampling_filter_path eval_interval max_logprob_diff",
         lambda args: args.loss_type != "sft",
         "has no effect with --loss-type sft; drop {flag}",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,6 +22,7 @@ from sleuth.data.records import CHECKED_ROWS, Records, read_records
 from sleuth.data.render import PromptRenderer
 from sleuth.data.stream import RowStream
 from sleuth.labels import is_blank
+from sleuth.prompt_templates import PromptTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class PromptStream(RowStream[PromptRow]):
 def load_rows(
     path: str, args: Args, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool = False
 ) -> list[PromptRow]:
-    """The prompts of `path[@[a:b]]` in file order, rendered once.
+    """The prompts of `path[@[a:b]]` in file order, rendered once, within --prompt-template where it is given.
 
     The columns are those of the flags (`--eval-input-key` and `--eval-label-key` if `evaluation`). A column
     `data_source`, where there is one, goes into each row's metadata. Prompts that leave no token of the context to
@@ -72,11 +72,13 @@ def load_rows(
     return rows
 
 
-def check_rows(path: str, args: Args, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool = False) -> None:
-    """Raise what `load_rows` would raise for the first rows: a quick check before anything expensive starts."""
+def check_rows(
+    path: str, args: Args, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool = False
+) -> list[PromptRow]:
+    """The first rows; raises what `load_rows` would raise for them: a quick check before anything expensive starts."""
     keys = Keys.of(args, evaluation)
     records = _read(path, keys, limit=None if keys.sources else CHECKED_ROWS)
-    deque(islice(_iter_rows(records, keys, args, tokenizer), CHECKED_ROWS), maxlen=0)
+    return list(islice(_iter_rows(records, keys, args, tokenizer), CHECKED_ROWS))
 
 
 def check_labels(path: str, args: Args, can_win: Callable[[Any], bool], *, evaluation: bool = False) -> str | None:
@@ -151,11 +153,14 @@ def _read(path: str, keys: Keys, limit: int | None = None) -> Records:
 
 def _iter_rows(records: Records, keys: Keys, args: Args, tokenizer: PreTrainedTokenizerBase) -> Iterator[PromptRow]:
     renderer = PromptRenderer(tokenizer, args.apply_chat_template, args.apply_chat_template_kwargs)
+    template = PromptTemplate.load(args.prompt_template) if args.prompt_template else None
     one_object: dict[int, int] = {}  # for each token id: a list of new integers takes five times the memory
     for index, record in _selected(records, keys):
         row = f"row {index} of {records.path}"
         where = f"{row}, column {keys.input!r} ({keys.input_flag})"
         prompt = read_prompt(record.get(keys.input), where, padded=records.padded)
+        if template is not None:
+            prompt = template.fill(_question(prompt, where, keys))
         tools = None
         if keys.tools:
             tools_where = f"{row}, column {keys.tools!r} (--tool-key)"
@@ -164,6 +169,15 @@ def _iter_rows(records: Records, keys: Keys, args: Args, tokenizer: PreTrainedTo
         ids = [one_object.setdefault(token, token) for token in renderer.render(prompt, tools, where)]
         metadata = _metadata(record, keys.metadata)
         yield PromptRow(index, prompt, ids, record.get(keys.label), metadata, records.path)
+
+
+def _question(prompt: Prompt, where: str, keys: Keys) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    raise ValueError(
+        f"--prompt-template expects a bare question, a text, in {where}; found a list of messages, which may hold an "
+        f"instruction already: name the column of the questions with {keys.input_flag}, or drop --prompt-template"
+    )
 
 
 def _selected(records: Records, keys: Keys) -> list[tuple[int, dict[str, Any]]]:

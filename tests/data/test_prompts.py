@@ -271,3 +271,18 @@ def test_rows_without_an_answer_are_counted_and_told(
     caplog.clear()
     load(f"{path}@[:1]", tokenizer)
     assert caplog.text == ""
+
+
+def test_a_template_is_put_around_bare_questions(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "t.parquet", {"prompt": "Who {wrote} it?", "reward_model": "Ann"})
+    (tmp_path / "mine.txt").write_text("Search first. Question: {question}\n")
+    flags = ("--prompt-template", str(tmp_path / "mine.txt"), "--apply-chat-template")
+    for evaluation in (False, True):
+        (row,) = load(path, tokenizer, *flags, evaluation=evaluation)
+        assert tokenizer.decode(row.prompt_ids) == RENDERED.format("Search first. Question: Who {wrote} it?")
+        assert row.prompt == "Search first. Question: Who {wrote} it?"
+    messages = write(tmp_path / "m.parquet", SEARCH_R1_ROW)
+    with pytest.raises(ValueError, match=r"expects a bare question, .* column 'prompt' \(--input-key\); found a list"):
+        load(messages, tokenizer, *flags)
+    (row,) = load(messages, tokenizer, *flags, "--input-key", "question")
+    assert row.prompt == "Search first. Question: total number of death row inmates in the us?"
