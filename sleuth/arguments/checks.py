@@ -9,6 +9,7 @@ from typing import Any
 from sleuth.arguments.all_flags import AllFlags
 from sleuth.arguments.switches import flag, ineffective_flags
 from sleuth.data_path import DataPath
+from sleuth.prompt_templates import PromptTemplate
 from sleuth.secrets import MASK, is_secret
 
 
@@ -26,6 +27,7 @@ def find_problems(args: AllFlags, given: Collection[str] = ()) -> list[str]:
         _model_flags,
         _loss,
         _slices,
+        _prompt_template,
         _evaluation,
         _secrets,
     )
@@ -253,6 +255,20 @@ def _slices(args: AllFlags) -> Iterator[str]:
             DataPath.parse(path)
         except ValueError as error:
             yield str(error)
+
+
+def _prompt_template(args: AllFlags) -> Iterator[str]:
+    if args.prompt_template is not None:
+        try:
+            template = PromptTemplate.load(args.prompt_template)
+        except ValueError as error:
+            yield str(error)
+            return
+        if not isinstance(template.template, str) and not args.apply_chat_template:
+            yield (
+                f"--prompt-template {args.prompt_template} makes messages, which need --apply-chat-template; add it, "
+                "or give a text"
+            )
 
 
 def _evaluation(args: AllFlags) -> Iterator[str]:

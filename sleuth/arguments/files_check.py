@@ -128,7 +128,10 @@ def _data_problems(args: Args) -> Iterator[str]:
     for what, path in named.items():
         data = DataPath.parse(path)
         if not Path(data.path).is_file() and data.hub_file is None:
-            yield f"{what}: expected a parquet or JSONL file, found none at {data.path}; correct the path"
+            yield (
+                f"{what}: expected a parquet or JSONL file, found none at {data.path}; correct the path, or make one "
+                "with `python tools/prepare_data.py`; owner/set is a data set of the Hugging Face hub"
+            )
 
 
 def _package_problems(args: Args) -> Iterator[str]:
