@@ -81,7 +81,7 @@ def _layout(args: AllFlags) -> Iterator[str]:
 
 
 def _placement(args: AllFlags) -> Iterator[str]:
-    if args.loss_type == "sft":
+    if args.without_engines:
         return
     if args.rollout_num_gpus is None:
         yield (
@@ -237,6 +237,10 @@ def _loss(args: AllFlags) -> Iterator[str]:
         yield f"expected --min-lr <= --lr, found {args.min_lr} > {args.lr}; lower --min-lr"
     if args.loss_type == "sft" and args.n_samples_per_prompt != 1:
         yield f"--loss-type sft: expected --n-samples-per-prompt 1, found {args.n_samples_per_prompt}; drop it"
+    if args.debug_train_only is not None and args.debug_rollout_only:
+        yield "--debug-train-only and --debug-rollout-only leave nothing to do; drop one of them"
+    if args.loss_type == "sft" and args.debug_train_only is not None:
+        yield "--debug-train-only: supervised training has no rollouts to read; drop it, or --loss-type sft"
     if args.loss_type == "sft" and args.debug_rollout_only:
         yield "--debug-rollout-only: supervised training has no rollouts; drop it, or --loss-type sft"
 

@@ -64,7 +64,7 @@ def preflight(args: ArgsT, *, planning: bool = False, warn: Callable[[str], None
         from sleuth.cluster.ray_environment import check_ray  # imports Ray, which a plan does not need
 
         check_ray(args)
-    if args.search_check:
+    if args.search_check and not args.debug_train_only:
         trouble = ask_services(args, modules)
         if trouble and not planning:
             raise ValueError(trouble)
