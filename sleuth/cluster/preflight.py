@@ -55,9 +55,7 @@ def preflight(args: ArgsT, *, planning: bool = False, warn: Callable[[str], None
     if missing:
         warn(missing)
     else:
-        for warning in bare_questions(args, checked):
-            warn(warning)
-        for warning in (*unwinnable_rows(args, modules), check_disk(args)):
+        for warning in (*bare_questions(args, checked), *unwinnable_rows(args, modules), check_disk(args)):
             if warning:
                 warn(warning)
     if not planning:
