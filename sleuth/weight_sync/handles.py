@@ -17,12 +17,15 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 from torch.multiprocessing import reductions
+
+from sleuth.leftovers import record
 
 SHARED_MEMORY = "/dev/shm"
 DEVICE_ARGUMENT = 6
@@ -54,7 +57,10 @@ def decode(text: str) -> Any:
 def shared_buffer(size: int) -> Tensor:
     """Bytes [size] in a file of shared memory; it goes with the last process that has it."""
     with _sharing_by_name():
-        return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+        storage = torch.UntypedStorage._new_shared(size)
+        manager, name, _ = storage._share_filename_cpu_()
+    record(Path(SHARED_MEMORY + name.decode()), Path(manager.decode()).parent)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def has_shared_memory(size: int) -> bool:
