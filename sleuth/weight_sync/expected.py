@@ -6,6 +6,7 @@ files of the folder that it says it serves: SGLang tells neither names nor shape
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,8 +62,13 @@ def differences(ours: Mapping[str, Sequence[int]], folder: str | Path) -> list[s
 
 
 def shapes_in(folder: Path) -> dict[str, list[int]]:
-    """The shapes of all tensors in a Hugging Face folder, by name; ValueError if it holds no safetensors."""
-    files = sorted(folder.glob("*.safetensors"))
+    """The shapes of all tensors in a Hugging Face folder, by name; ValueError if it holds no safetensors.
+
+    They are in the files that the index lists, if there is one.
+    """
+    index = folder / "model.safetensors.index.json"
+    listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else []
+    files = sorted({folder / file for file in listed} or folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"expected safetensors files in {folder}, which an engine serves, found none; add them")
     shapes = {}
