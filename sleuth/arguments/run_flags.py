@@ -219,10 +219,11 @@ class RolloutArgs(Group):
     )
     update_weights_through: Literal["tensor", "in_band", "distributed", "disk"] = Field(
         "tensor",
-        description="How weights reach the engines. tensor: by shared memory, or in requests where there is too little "
-        "of it; in_band: always in requests, which is slow; distributed: broadcast over a process group (NCCL on "
-        "GPUs), for engines on GPUs of their own; disk: as a Hugging Face folder under --run-dir, which the machines "
-        "of all engines must see.",
+        description="How weights reach the engines. tensor: each trainer rank leaves them where its engine reads them, "
+        "on the GPU that both use (CUDA IPC) or in shared memory, or sends them in requests where there is too little "
+        "of that; in_band: always in requests, which is slow; distributed: broadcast over process groups (NCCL on "
+        "GPUs), one for each pipeline stage, for engines on GPUs of their own; disk: as a Hugging Face folder under "
+        "--run-dir, which the machines of all engines must see.",
     )
     max_failure_rate: Fraction = Field(
         0.2, description="Stop the run when more than this share of a step's samples failed or were aborted."

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from sleuth.arguments import Args
+from sleuth.cluster.memory_turns import ENGINE_PARTS
 from sleuth.cluster.placement import Device, Placement
 from sleuth.engine.actor import EngineActor
 from sleuth.engine.option_names import option_words
@@ -121,5 +122,6 @@ def engine_config(args: Args, run_dir: Path, index: int, devices: Sequence[Devic
         gpu_ids=tuple(device.gpu_id for device in devices if device.gpu_id is not None),
         mem_fraction_static=args.sglang_mem_fraction_static,
         enable_memory_saver=args.colocate,
+        releases_graphs=args.colocate and "cuda_graph" in ENGINE_PARTS,
         extra_args=option_words(args.sglang_options),
     )

@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 import requests
 
+from sleuth.dtypes import dtype_name
 from sleuth.engine.devices import as_numbers, visible_devices
 from sleuth.engine.process_group import group_members, kill_group, shared_memory_files
 from sleuth.leftovers import record
@@ -44,6 +45,8 @@ KILL_SECONDS = 10.0
 DYING_SECONDS = 5.0
 LOG_TAIL_LINES = 25
 MAX_TEMPORARY_FOLDER = 50  # bytes: a Unix socket's path has at most 107, and the server's lie up to 56 below
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**28), "MALLOC_TRIM_THRESHOLD_": str(2**28)}
+"""Has glibc keep up to 256 MB of freed memory: weights arrive in buckets, each of which would need new pages."""
 PORT_TAKEN = ("address already in use", "EADDRINUSE")
 
 
@@ -56,13 +59,13 @@ class EngineConfig:
     """How to start one server.
 
     On a machine without CUDA the server runs on the CPU and ignores `tensor_parallel_size`, `gpu_ids`,
-    `mem_fraction_static` and `enable_memory_saver`.
+    `mem_fraction_static`, `enable_memory_saver` and `releases_graphs`.
     """
 
     model_path: str | Path
     seed: int = 1234
     dtype: str = "auto"
-    """float32, bfloat16, or auto: bfloat16 with CUDA, else float32."""
+    """float32, bfloat16, or auto (`sleuth.dtypes`)."""
     log_path: str | Path | None = None
     """The file for the server's log; None: one in the folder for temporary files."""
     context_length: int | None = None
@@ -80,6 +83,8 @@ class EngineConfig:
     """The share of a GPU's memory for weights and KV cache."""
     enable_memory_saver: bool = False
     """Allows `release_memory` to give the GPU's memory to a trainer on the same device."""
+    releases_graphs: bool = False
+    """Whether that includes the tag cuda_graph: graphs are then captured in memory that can be released."""
     start_timeout: float = 600.0
     """Seconds within which the server must answer."""
     extra_args: tuple[str, ...] = ()
@@ -197,12 +202,16 @@ class EngineServer:
     def release_memory(self, tags: tuple[str, ...] | None = None, timeout: float = 120.0) -> None:
         """Release the GPU's memory: `tags` out of weights, kv_cache and cuda_graph; None: all of them.
 
-        Call it only while the engine is idle: an engine with requests under way dies.
+        Of cuda_graph SGLang releases nothing unless it started with `releases_graphs`. Call it only while the engine
+        is idle: an engine with requests under way dies.
         """
         self._post("release_memory_occupation", {"tags": tags}, timeout)
 
     def resume_memory(self, tags: tuple[str, ...] | None = None, timeout: float = 120.0) -> None:
-        """Take back memory that `release_memory` released; the weights in it are undefined until the next sync."""
+        """Take back memory that `release_memory` released, and no other: SGLang's scheduler would die of a KeyError.
+
+        The weights in it are undefined until the next sync.
+        """
         self._post("resume_memory_occupation", {"tags": tags}, timeout)
 
     def __enter__(self) -> EngineServer:
@@ -273,12 +282,11 @@ def has_cuda() -> bool:
 
 def server_args(config: EngineConfig, port: int, on_gpu: bool) -> list[str]:
     """The arguments of sglang.launch_server for one engine."""
-    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if on_gpu else "float32"
     args: dict[str, Any] = {
         "--model-path": config.model_path,
         "--host": HOST,
         "--port": port,
-        "--dtype": dtype,
+        "--dtype": dtype_name(config.dtype, on_gpu=on_gpu),
         "--random-seed": config.seed,
         "--max-running-requests": config.max_running_requests,
         "--context-length": config.context_length,
@@ -316,11 +324,13 @@ def server_environment(config: EngineConfig, folder: Path, on_gpu: bool) -> dict
         environment["NCCL_CUMEM_ENABLE"] = "0"  # memory that NCCL maps itself cannot be released
         if config.gpu_ids:
             environment |= visible_devices(as_numbers(config.gpu_ids) or config.gpu_ids)
+        environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = str(int(config.enable_memory_saver and config.releases_graphs))
         if config.enable_memory_saver and "expandable_segments" in environment.get("PYTORCH_CUDA_ALLOC_CONF", ""):
             del environment["PYTORCH_CUDA_ALLOC_CONF"]  # the trainer may want them; the memory saver cannot work so
     else:
         paths.insert(0, str(CPU_STUBS))
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        environment |= KEEP_MEMORY
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return environment
 

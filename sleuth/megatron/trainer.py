@@ -161,6 +161,29 @@ class Trainer:
         """Whole tensors of the model, by Hugging Face name; every rank must iterate to the end."""
         return self.weights.tensors()
 
+    def stage_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors of this rank's pipeline stage; every rank of the stage must iterate to the end."""
+        return self.weights.stage_tensors()
+
+    def described_weights(self) -> dict[str, Tensor]:
+        """All tensors that `hf_weights` gives, without their values."""
+        stages: list[list[tuple[str, torch.Size, torch.dtype]]] = [[]] * torch.distributed.get_world_size()
+        mine = [(name, tensor.shape, tensor.dtype) for name, tensor in self.weights.described()]
+        torch.distributed.all_gather_object(stages, mine)
+        return {
+            name: torch.empty(shape, dtype=dtype, device="meta") for stage in stages for name, shape, dtype in stage
+        }
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the weights."""
+        return self.weights.entries[0].parameter.dtype
+
+    @property
+    def stage(self) -> int:
+        """This rank's pipeline stage."""
+        return parallel_state.get_pipeline_model_parallel_rank()
+
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
         """Save a checkpoint of `step` under --save; a failure does not damage earlier checkpoints."""
         if self.args.save is None:

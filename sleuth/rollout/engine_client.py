@@ -138,10 +138,6 @@ class EngineClient:
         self._sent_tokens = self._cached_tokens = 0
         return share
 
-    async def abort_all(self) -> None:
-        """Ask every engine to end its requests; each `generate` under way returns with finish_reason "abort"."""
-        await asyncio.gather(*(self._request(url, "abort_request", b'{"abort_all": true}') for url in self.urls))
-
     async def close(self) -> None:
         """Close the connections; the next call opens new ones."""
         if self._session is not None:

@@ -247,6 +247,15 @@ def test_the_memory_saver_gets_no_expandable_segments(tmp_path: Path, monkeypatc
     assert "PYTORCH_CUDA_ALLOC_CONF" in server_environment(EngineConfig("model"), tmp_path, on_gpu=True)
 
 
+def test_graphs_can_be_released_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+    monkeypatch.setenv(name, "1")
+    colocated = EngineConfig("model", enable_memory_saver=True, releases_graphs=True)
+    assert server_environment(colocated, tmp_path, on_gpu=True)[name] == "1"
+    for kept in (EngineConfig("model"), EngineConfig("model", enable_memory_saver=True)):
+        assert server_environment(kept, tmp_path, on_gpu=True)[name] == "0"
+
+
 @pytest.mark.engine
 def test_a_port_that_is_taken_meanwhile_is_replaced(tmp_path, monkeypatch):
     with socket.socket() as other:
