@@ -17,6 +17,7 @@ from sleuth.arguments import Args
 from sleuth.cluster.memory_turns import ENGINE_PARTS
 from sleuth.cluster.placement import Device, Placement
 from sleuth.engine.actor import EngineActor
+from sleuth.engine.key import engine_key
 from sleuth.engine.option_names import option_words
 from sleuth.engine.server import EngineConfig
 from sleuth.weight_sync.control import EngineGroup
@@ -47,7 +48,7 @@ class Engines:
         self._actors = [
             # Two calls at a time: an engine that still starts can be stopped.
             remote.options(**placement.options(devices[0], ENGINE_ENVIRONMENT), max_concurrency=2).remote(
-                engine_config(args, run_dir, index, devices)
+                engine_config(args, run_dir, index, devices), engine_key()
             )
             for index, devices in enumerate(shares)
         ]

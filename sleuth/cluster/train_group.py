@@ -17,6 +17,7 @@ from sleuth.cluster.logs import configure_logging
 from sleuth.cluster.memory_turns import Turn
 from sleuth.cluster.placement import Placement
 from sleuth.engine.devices import check_granted
+from sleuth.engine.key import engine_key, use_engine_key
 from sleuth.weight_sync.sources import Source
 
 if TYPE_CHECKING:
@@ -31,9 +32,17 @@ class TrainActor:
     """One rank of the Megatron trainer."""
 
     def __init__(
-        self, args: Args, run_dir: Path, rank: int, world_size: int, gpu_id: str | None, sources: Sequence[Source]
+        self,
+        args: Args,
+        run_dir: Path,
+        rank: int,
+        world_size: int,
+        gpu_id: str | None,
+        sources: Sequence[Source],
+        engine_key: str,
     ) -> None:
         configure_logging(run_dir, f"trainer_{rank}", args)
+        use_engine_key(engine_key)
         self.args, self.run_dir, self.rank = args, run_dir, rank
         self.gpu_ids = [] if gpu_id is None else [gpu_id]
         self.sources = sources
@@ -93,7 +102,7 @@ class TrainGroup:
         sources = placement.sources(args.rollout_num_gpus_per_engine)
         self._actors = [
             remote.options(**placement.options(device, env)).remote(
-                args, run_dir, rank, world_size, device.gpu_id, sources
+                args, run_dir, rank, world_size, device.gpu_id, sources, engine_key()
             )
             for rank, device in enumerate(placement.trainer)
         ]

@@ -24,6 +24,7 @@ import aiohttp
 import orjson
 import tenacity
 
+from sleuth.engine.key import engine_headers
 from sleuth.hooks.context import Generation, StopRunError
 from sleuth.retries import failure, with_retries
 from sleuth.rollout.routing import Router
@@ -216,7 +217,7 @@ class EngineClient:
             self._session = aiohttp.ClientSession(
                 timeout=self._timeout,
                 connector=connector,
-                headers={"Content-Type": "application/json"},
+                headers={"Content-Type": "application/json", **engine_headers()},
                 cookie_jar=aiohttp.DummyCookieJar(),  # an engine sets none; looking for them costs time
             )
             self._loop = loop
