@@ -35,7 +35,7 @@ if not __package__:  # run as a script: make the project importable
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sleuth.arguments import Args, Group, check_files, check_tokenizer, parse_args
-from sleuth.cluster.preflight import ask_services, with_hook_settings, with_model
+from sleuth.cluster.preflight import ask_services, bare_questions, with_hook_settings, with_model
 from sleuth.data import PromptRow, load_rows
 from sleuth.data_path import DataPath
 from sleuth.engine.server import EngineServer, EngineStartError
@@ -150,6 +150,8 @@ def prepare(args: TryArgs) -> Trial:
     check_tokenizer(tokenizer, vocab_size)
     scripts = read_scripts(args.scripted, args.rows) if args.scripted else None
     rows = read_rows(args, tokenizer, len(scripts) if scripts else args.rows or ROWS)
+    for warning in bare_questions(args, {args.prompt_data: rows}):
+        sys.stderr.write(f"warning: {warning}\n")
     if args.search_check and (trouble := ask_services(args, modules)):
         raise ValueError(trouble)
     return Trial(args, tokenizer, vocab_size, rows, scripts)

@@ -9,6 +9,7 @@ from typing import Any
 from sleuth.arguments.all_flags import AllFlags
 from sleuth.arguments.switches import flag, ineffective_flags
 from sleuth.data_path import DataPath
+from sleuth.prompt_templates import PromptTemplate
 from sleuth.secrets import MASK, is_secret
 
 
@@ -26,6 +27,7 @@ def find_problems(args: AllFlags, given: Collection[str] = ()) -> list[str]:
         _model_flags,
         _loss,
         _slices,
+        _prompt_template,
         _evaluation,
         _secrets,
     )
@@ -79,7 +81,7 @@ def _layout(args: AllFlags) -> Iterator[str]:
 
 
 def _placement(args: AllFlags) -> Iterator[str]:
-    if args.loss_type == "sft":
+    if args.without_engines:
         return
     if args.rollout_num_gpus is None:
         yield (
@@ -235,6 +237,10 @@ def _loss(args: AllFlags) -> Iterator[str]:
         yield f"expected --min-lr <= --lr, found {args.min_lr} > {args.lr}; lower --min-lr"
     if args.loss_type == "sft" and args.n_samples_per_prompt != 1:
         yield f"--loss-type sft: expected --n-samples-per-prompt 1, found {args.n_samples_per_prompt}; drop it"
+    if args.debug_train_only is not None and args.debug_rollout_only:
+        yield "--debug-train-only and --debug-rollout-only leave nothing to do; drop one of them"
+    if args.loss_type == "sft" and args.debug_train_only is not None:
+        yield "--debug-train-only: supervised training has no rollouts to read; drop it, or --loss-type sft"
     if args.loss_type == "sft" and args.debug_rollout_only:
         yield "--debug-rollout-only: supervised training has no rollouts; drop it, or --loss-type sft"
 
@@ -253,6 +259,20 @@ def _slices(args: AllFlags) -> Iterator[str]:
             DataPath.parse(path)
         except ValueError as error:
             yield str(error)
+
+
+def _prompt_template(args: AllFlags) -> Iterator[str]:
+    if args.prompt_template is not None:
+        try:
+            template = PromptTemplate.load(args.prompt_template)
+        except ValueError as error:
+            yield str(error)
+            return
+        if not isinstance(template.template, str) and not args.apply_chat_template:
+            yield (
+                f"--prompt-template {args.prompt_template} makes messages, which need --apply-chat-template; add it, "
+                "or give a text"
+            )
 
 
 def _evaluation(args: AllFlags) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from sleuth.labels import as_text
 from sleuth.metrics.jsonl import finite
 from sleuth.sample import LONGEST_ERROR, Sample, Segment, shortened
 from sleuth.secrets import redact
@@ -235,7 +236,7 @@ def _list(values: dict[str, float | None]) -> str:
 def findings(record: dict[str, Any]) -> list[tuple[str, str]]:
     """The expected answer, the given one, what was wrong with the format or the run, and the hooks' other notes."""
     notes = dict(record["notes"])
-    found = [("Expected", expected(record))]
+    found = [("Expected", as_text(record["label"]))]
     if "answer" in notes:
         answer = notes.pop("answer")
         found.append(("Answered", "nothing" if answer is None else str(answer)))
@@ -244,16 +245,6 @@ def findings(record: dict[str, Any]) -> list[tuple[str, str]]:
     if record["error"]:
         found.append(("Error", record["error"]))
     return found + [(name, str(value)) for name, value in notes.items()]
-
-
-def expected(record: dict[str, Any]) -> str:
-    """The accepted answers if the label has Search-R1's shape, else the label itself."""
-    label = record["label"]
-    if isinstance(label, dict):
-        truth = label.get("ground_truth", label)
-        target = truth.get("target", truth) if isinstance(truth, dict) else truth
-        return " | ".join(map(str, target)) if isinstance(target, list) else str(target)
-    return str(label)
 
 
 def _number(value: float | None) -> str:

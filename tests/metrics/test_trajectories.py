@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from sleuth.metrics.trajectories import (
-    expected,
     findings,
     headline,
     read_trajectories,
@@ -61,14 +60,7 @@ def test_labels_of_a_parquet_row_are_written(tokenizer):
     }
     record = json.loads(json.dumps(trajectory_record(make_sample(label=label), tokenizer), allow_nan=False))
     assert record["label"]["ground_truth"]["target"] == ["Ann", "Anne"]
-    assert expected(record) == "Ann | Anne"
-
-
-@pytest.mark.parametrize(
-    ("label", "text"), [("Ann", "Ann"), ({"target": "Ann"}, "Ann"), ({"other": 1}, "{'other': 1}"), (None, "None")]
-)
-def test_expected_answers_of_other_labels(label, text):
-    assert expected({"label": label}) == text
+    assert findings(record)[0] == ("Expected", "Ann | Anne")
 
 
 def test_markdown_explains_the_reward(tokenizer):
