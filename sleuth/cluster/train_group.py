@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore
 
 from sleuth.algo.optimizer_steps import OptimizerStepBatch
 from sleuth.arguments import Args
 from sleuth.cluster.logs import configure_logging
+from sleuth.cluster.meeting import join_meeting, open_meeting
 from sleuth.cluster.memory_turns import Turn
 from sleuth.cluster.placement import Placement
 from sleuth.engine.devices import check_granted
@@ -35,24 +36,25 @@ class TrainActor:
 
     def __init__(self, args: Args, run_dir: Path, rank: int, world_size: int, gpu_id: str | None) -> None:
         configure_logging(run_dir, f"trainer_{rank}", args)
-        self.args, self.run_dir, self.rank = args, run_dir, rank
+        self.args, self.run_dir, self.rank, self.world_size = args, run_dir, rank, world_size
+        self._store: TCPStore | None = None
         self.gpu_ids = [] if gpu_id is None else [gpu_id]
         self._broadcast: BroadcastGroup | None = None
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")  # of the one GPU that it sees
 
     def rendezvous(self) -> tuple[str, int]:
-        """The address of this node and a free port, at which the ranks' process group meets."""
-        with socket.socket() as sock:
-            sock.bind(("", 0))
-            return ray.util.get_node_ip_address(), sock.getsockname()[1]
+        """Open the place at which the ranks' process group meets; returns its address and port."""
+        self._store = open_meeting(ray.util.get_node_ip_address(), self.world_size)
+        return self._store.host, self._store.port
 
     def start(self, address: str, port: int) -> tuple[int, dict[str, Any]]:
         """Build or load model and optimizer; return the steps done so far and the rollout's state."""
         check_granted(self.gpu_ids)
-        os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+        if self._store is None:
+            self._store = join_meeting(address, port, self.world_size)
         from sleuth.megatron.trainer import Trainer  # needs RANK and the like in the environment
 
-        self.trainer = Trainer(self.args)
+        self.trainer = Trainer(self.args, self._store)
         return self.trainer.steps_done, self.trainer.rollout_state
 
     def train(self, shards: Sequence[ray.ObjectRef]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
+from torch.distributed import Store
 
 from sleuth.algo.context_parallel import length_multiple
 from sleuth.algo.optimizer_steps import OptimizerStepBatch
@@ -83,10 +84,11 @@ class Trainer:
     saved with it ({} in a new run).
     """
 
-    def __init__(self, args: TrainerSettings) -> None:
+    def __init__(self, args: TrainerSettings, store: Store | None = None) -> None:
+        """`store` is where the ranks meet; without one they meet at MASTER_ADDR and MASTER_PORT."""
         self.args = args
         self.shape = ModelShape.from_hf(Path(args.hf_checkpoint))
-        parallel.initialize(args, self.shape.num_layers)
+        parallel.initialize(args, self.shape.num_layers, store)
         config = transformer_config(args, self.shape)
         self.chunks = build_model(self.shape, config)
         self.weights = WeightMap(self.chunks, self.shape)
