@@ -21,12 +21,14 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
+from torch.distributed import Store
 
 from sleuth.algo.context_parallel import length_multiple
 from sleuth.algo.optimizer_steps import OptimizerStepBatch
 from sleuth.arguments.files_check import is_hf_folder
 from sleuth.megatron import device, parallel
 from sleuth.megatron.checkpoint import Checkpoints, load_weights
+from sleuth.megatron.finite import ruined_weights
 from sleuth.megatron.forward import MicroBatch, finalize_gradients, run_model, score
 from sleuth.megatron.kl_penalty import PenaltySettings, penalise
 from sleuth.megatron.lending import LentMemory
@@ -82,10 +84,11 @@ class Trainer:
     saved with it ({} in a new run).
     """
 
-    def __init__(self, args: TrainerSettings) -> None:
+    def __init__(self, args: TrainerSettings, store: Store | None = None) -> None:
+        """`store` is where the ranks meet; without one they meet at MASTER_ADDR and MASTER_PORT."""
         self.args = args
         self.shape = ModelShape.from_hf(Path(args.hf_checkpoint))
-        parallel.initialize(args, self.shape.num_layers)
+        parallel.initialize(args, self.shape.num_layers, store)
         config = transformer_config(args, self.shape)
         self.chunks = build_model(self.shape, config)
         self.weights = WeightMap(self.chunks, self.shape)
@@ -93,6 +96,7 @@ class Trainer:
         self._reference = Reference(self.chunks) if args.use_kl_loss or args.kl_coef else None
         if args.finetune and args.load is not None:  # before the optimizer, which copies the weights
             load_weights(self.chunks, args.load)
+            self._check_loaded(args.load, "--load")
 
         reduction = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer
@@ -195,7 +199,8 @@ class Trainer:
         """Load the weights of --ref-load if it is given, else those of --hf-checkpoint."""
         if self.args.ref_load is not None and not is_hf_folder(self.args.ref_load):
             load_weights(self.chunks, self.args.ref_load)
-        else:
+            self._check_loaded(self.args.ref_load, "--ref-load")
+        else:  # which checks each tensor as it is read
             load_hf_weights(self.weights, Path(self.args.ref_load or self.args.hf_checkpoint))
 
     def _resume(self) -> None:
@@ -207,6 +212,11 @@ class Trainer:
             logger.info("--load %s holds no checkpoint yet: a new run", self.args.load)
         else:
             self.steps_done, self.rollout_state = resumed
+            self._check_loaded(self.args.load, "--load")
+
+    def _check_loaded(self, folder: Path, flag: str) -> None:
+        if ruined := ruined_weights(self.chunks):
+            raise ValueError(f"{flag}: expected finite weights in {folder}, found {ruined}; name another checkpoint")
 
     def _prepare(self, plan: list[list[MicroBatch]], num_samples: int) -> dict[str, float]:
         """Compute what is needed before the weights change: log-probabilities, and advantages that depend on them."""

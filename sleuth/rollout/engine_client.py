@@ -259,7 +259,11 @@ def _parse_log_probs(entries: list[list[Any]], url: str, what: str) -> tuple[lis
     if None in log_probs or not math.isfinite(sum(log_probs)):  # one pass where all is well
         for position, value in enumerate(log_probs):
             if value is None or not math.isfinite(value):
-                raise EngineError(f"{url}: {what} token {position} of {len(entries)} has log-probability {value}")
+                raise EngineError(
+                    f"{url}: expected numbers as log-probabilities, found {value} at {what} token {position} of "
+                    f"{len(entries)}: the model computes NaN. Its weights may not be finite (the trainer, and "
+                    "tools/convert_hf_to_torch_dist.py, name the tensor), or --sglang-dtype is too narrow for them"
+                )
     return ids, log_probs
 
 

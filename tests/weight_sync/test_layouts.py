@@ -100,7 +100,8 @@ class Run:
     def ask_checker(self, action: str, name: str = "") -> None:
         """What SGLang's own comparison of weights says, in each engine."""
         if self.rank == 0:
-            bodies = [requests.post(f"{url}/weights_checker", json={"action": action}, timeout=60) for url in self.urls]
+            session = engine_session()
+            bodies = [session.post(f"{url}/weights_checker", json={"action": action}, timeout=60) for url in self.urls]
             self.found[name] = [body.json() for body in bodies]
         torch.distributed.barrier()
 
