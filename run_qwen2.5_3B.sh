@@ -260,6 +260,7 @@ END
     export RAY_AUTH_MODE RAY_AUTH_TOKEN
     # Its own folder: another Ray on this machine keeps its address file. In /tmp, since socket paths must be short.
     ray_dir="$(mktemp -d /tmp/sleuth-ray-XXXXXX)"
+    "$PYTHON" -m sleuth.leftovers $$ "$ray_dir" || true # should this script be killed, the next start removes it
     echo "starting a Ray head with ${DEVICES[*]} (log: $RUN_DIR/ray.log, dashboard: http://127.0.0.1:$dashboard_port)"
     # A session of its own, so that ctrl-C reaches the job first and the head is stopped by clean_up.
     setsid "$PYTHON" -m ray.scripts.scripts start --head --block "${DEVICES[@]}" --disable-usage-stats \

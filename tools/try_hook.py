@@ -54,6 +54,7 @@ from sleuth.rollout.engine_client import EngineClient, EngineError, embedding_si
 from sleuth.rollout.hook_runner import UNUSABLE, HookRunner, load_hooks, user_traceback
 from sleuth.rollout.loop import fresh_sample, rollout_parameters
 from sleuth.sample import Sample, SampleStatus
+from sleuth.secrets import redact
 from tools.view_trajectories import render
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "data/demo/model"
@@ -119,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with engine_of(trial.args) as url:
             outcomes = asyncio.run(run(trial, url))
     except (ValueError, OSError, EngineError, EngineStartError) as error:
-        sys.stderr.write(f"error: {_one_line(error)}\n")
+        sys.stderr.write(f"error: {redact(_one_line(error))}\n")
         return 2
     except KeyboardInterrupt:
         return 130

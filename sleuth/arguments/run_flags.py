@@ -86,11 +86,16 @@ class CheckpointArgs(Group):
         20, description="Steps between checkpoints in --save; the last step is always saved."
     )
     save_keep: NonNegativeInt = Field(
-        3, description="How many of the latest checkpoints to keep in --save; 0 keeps all."
+        3, description="How many of the latest checkpoints to keep in --save; 0 keeps all, and all of the journal."
     )
     save_on_exit: bool = Field(
         True,
         description="With --save: on ctrl-C or SIGTERM save the last whole step first, within 60 s.",
+    )
+    rollout_journal: bool = Field(
+        True,
+        description="With --save: write each finished sample to the folder journal in it, so that a run that goes on "
+        "from a checkpoint (--load) takes the samples of an interrupted run instead of generating new ones.",
     )
     run_dir: Path = Field(
         default_factory=_start_time_folder,
@@ -226,6 +231,11 @@ class RolloutArgs(Group):
         False,
         description="Run without a trainer and its GPUs: generate and score --num-rollout steps with the weights of "
         "--hf-checkpoint, write trajectories and metrics, then end. No evaluation.",
+    )
+    debug_train_only: Path | None = Field(
+        None,
+        description="Run without engines: train on the samples of another run's journal. Names the folder of its "
+        "checkpoints (--save). No evaluation. Leave the other flags as they were in that run.",
     )
 
 

@@ -55,16 +55,14 @@ def preflight(args: ArgsT, *, planning: bool = False, warn: Callable[[str], None
     if missing:
         warn(missing)
     else:
-        for warning in bare_questions(args, checked):
-            warn(warning)
-        for warning in (*unwinnable_rows(args, modules), check_disk(args)):
+        for warning in (*bare_questions(args, checked), *unwinnable_rows(args, modules), check_disk(args)):
             if warning:
                 warn(warning)
     if not planning:
         from sleuth.cluster.ray_environment import check_ray  # imports Ray, which a plan does not need
 
         check_ray(args)
-    if args.search_check:
+    if args.search_check and not args.debug_train_only:
         trouble = ask_services(args, modules)
         if trouble and not planning:
             raise ValueError(trouble)

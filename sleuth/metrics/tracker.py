@@ -23,6 +23,7 @@ from sleuth.metrics.console import evaluation_lines, step_line
 from sleuth.metrics.destinations import CLASSES, TrackerArgs
 from sleuth.metrics.guard import Guarded
 from sleuth.metrics.jsonl import MetricsFile
+from sleuth.secrets import redact
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class Tracker:
         self._num_steps = args.num_rollout
         run_dir = Path(run_dir)
         self._file = MetricsFile(run_dir / "metrics.jsonl", first_step=first_step if first_step > 1 else 0)
+        sys.argv[1:] = map(redact, sys.argv[1:])  # trackers record the command line
         self._destinations = [
             Guarded(name, partial(opened, args, run_dir, first_step))
             for name, opened in CLASSES.items()

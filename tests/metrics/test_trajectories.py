@@ -156,6 +156,19 @@ def test_a_value_without_a_text_costs_no_more_than_itself(tmp_path, tokenizer):
     assert record["notes"] == {"a": "(Mute)", "b": 1}
 
 
+def test_long_texts_are_cut_and_say_how_long_they_were(tmp_path, tokenizer):
+    sample = make_sample(label={"target": ["x" * 10**6]})
+    sample.error = "e" * 10**6
+    sample.report(answer="a" * 10**6, pages=["p" * 10**6], few=["p"])
+    write_trajectories(tmp_path / "t.jsonl", [sample], tokenizer, 1)
+    (record,) = read_trajectories(tmp_path / "t.jsonl")
+    assert record["error"].endswith("... (1000000 characters)")
+    assert record["notes"]["answer"] == "a" * 10_000 + "... (1000000 characters)"
+    assert record["notes"]["few"] == ["p"]
+    for path in tmp_path.iterdir():
+        assert path.stat().st_size < 50_000
+
+
 def test_markdown_of_a_failed_sample_and_of_text_with_fences(tokenizer):
     sample = make_sample(reward=None, status=SampleStatus.FAILED, reason=StopReason.SEARCH_FAILED)
     sample.error = "connection refused"
