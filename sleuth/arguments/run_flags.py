@@ -356,9 +356,21 @@ class LogArgs(Group):
     """Logs (console and metrics.jsonl are always written)"""
 
     use_tensorboard: bool = Field(False, description="Write TensorBoard files under --run-dir.")
-    use_wandb: bool = Field(False, description="Log to Weights & Biases; its key comes from WANDB_API_KEY.")
+    use_wandb: bool = Field(
+        False,
+        description="Log to Weights & Biases; its key comes from WANDB_API_KEY or WANDB_KEY. WANDB_MODE=offline keeps "
+        "the run on this machine.",
+    )
     wandb_project: str = Field("sleuth", description="Project of the run in Weights & Biases.")
     wandb_group: str | None = Field(None, description="Group of the run in Weights & Biases.")
+    use_swanlab: bool = Field(
+        False,
+        description="Log to SwanLab; its key comes from SWANLAB_API_KEY. SWANLAB_MODE=offline keeps the run on this "
+        "machine.",
+    )
+    swanlab_project: str = Field("sleuth", description="Project of the run in SwanLab.")
+    use_trackio: bool = Field(False, description="Log to trackio, which keeps the run on this machine.")
+    trackio_project: str = Field("sleuth", description="Project of the run in trackio.")
     log_trajectories: NonNegativeInt = Field(
         20, description="How many readable trajectories to keep of each step and each evaluation; 0 keeps none."
     )
