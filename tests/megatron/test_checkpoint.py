@@ -88,6 +88,7 @@ def one_rank_fails_task(rank: int, world: int, folder: str, save: str, **flags: 
             out["error"] = f"{type(raised).__name__}: {raised}"
     torch.distributed.barrier()  # the first rank cleans up
     out["after"] = " ".join(sorted(path.name for path in Path(save).iterdir()))
+    torch.distributed.barrier()
     save_and_wait(trainer, 3, STATE)
     out["next"] = " ".join(sorted(path.name for path in Path(save).iterdir()))
     return out
