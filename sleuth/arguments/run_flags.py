@@ -88,6 +88,11 @@ class CheckpointArgs(Group):
     save_keep: NonNegativeInt = Field(
         3, description="How many of the latest checkpoints to keep in --save; 0 keeps all, and all of the journal."
     )
+    async_save: bool = Field(
+        True,
+        description="Write a checkpoint in the background, while the run goes on; training waits only until weights "
+        "and optimizer are copied to host memory. It takes its place in --save when it is whole.",
+    )
     save_on_exit: bool = Field(
         True,
         description="With --save: on ctrl-C or SIGTERM save the last whole step first, within 60 s.",

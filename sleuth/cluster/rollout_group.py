@@ -24,6 +24,8 @@ from sleuth.rollout.collector import relax_garbage_collector
 from sleuth.rollout.manager import RolloutManager, SupervisedManager
 from sleuth.rollout.replay import ReplayManager
 
+MEANWHILE_SECONDS = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class StepRefs:
@@ -85,6 +87,7 @@ class RolloutGroup:
         self._loading = self._manager.load.remote()
         self.engines = Engines(args, run_dir, placement)
         self.turn_to: Callable[[Turn], None] = lambda turn: None  # see `share_memory`
+        self.meanwhile: Callable[[], None] = lambda: None  # done every few seconds while engines generate
         self.engine_urls: list[str] = []
         self.probe_ids: list[int] = []
 
@@ -100,12 +103,17 @@ class RolloutGroup:
     def generate(self, step: int) -> StepRefs:
         with self.deaths_explained():
             self.turn_to(Turn.GENERATE)
-            return ray.get(self._manager.generate.remote(step))
+            return self._answer(self._manager.generate.remote(step))
 
     def evaluate(self, step: int) -> dict[str, float]:
         with self.deaths_explained():
             self.turn_to(Turn.GENERATE)
-            return ray.get(self._manager.evaluate.remote(step))
+            return self._answer(self._manager.evaluate.remote(step))
+
+    def _answer(self, reference: ray.ObjectRef) -> Any:
+        while not ray.wait([reference], timeout=MEANWHILE_SECONDS)[0]:
+            self.meanwhile()
+        return ray.get(reference)
 
     def probe_engines(self) -> list[list[float]]:
         """Each engine's log-probabilities (nats, temperature 1) of `probe_ids` after the first."""

@@ -88,6 +88,9 @@ class TrainActor:
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
         self.trainer.save(step, rollout_state)
 
+    def finish_save(self, wait: bool) -> bool:
+        return self.trainer.finish_save(wait=wait)
+
     def close(self) -> None:
         """Take leave of the engines."""
         self._push.close()
@@ -138,8 +141,13 @@ class TrainGroup:
         return ray.get([actor.score.remote(token_ids) for actor in self._actors])[0]
 
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
+        """Begin to save; `finish_save` ends it. An earlier save is finished first."""
         self.turn_to(Turn.SAVE)
         ray.get([actor.save.remote(step, rollout_state) for actor in self._actors])
+
+    def finish_save(self, *, wait: bool) -> bool:
+        """Publish the checkpoint that was begun; without `wait`, only if it is written. Whether that is done."""
+        return ray.get([actor.finish_save.remote(wait) for actor in self._actors])[0]
 
     def close(self) -> None:
         """Let the ranks take leave of the engines; what does not answer in time is left to its end."""

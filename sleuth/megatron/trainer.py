@@ -73,6 +73,7 @@ class TrainerSettings(
     load: Path | None
     save: Path | None
     save_keep: int
+    async_save: bool
     finetune: bool
     score_old_log_probs: bool
 
@@ -189,11 +190,24 @@ class Trainer:
         return parallel_state.get_pipeline_model_parallel_rank()
 
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
-        """Save a checkpoint of `step` under --save; a failure does not damage earlier checkpoints."""
+        """Save a checkpoint of `step` under --save; a failure does not damage earlier checkpoints.
+
+        With --async-save it is written in the background, while anything else may be done, and published by
+        `finish_save` or by the next save.
+        """
         if self.args.save is None:
             raise ValueError("--save is not given: there is no folder to save to")
         self.memory.wait()
-        self.checkpoints.save(Path(self.args.save), step, rollout_state, keep=self.args.save_keep)
+        self.checkpoints.begin(Path(self.args.save), step, rollout_state, keep=self.args.save_keep)
+        if not self.args.async_save:
+            self.checkpoints.finish()
+
+    def finish_save(self, *, wait: bool = True) -> bool:
+        """Publish the checkpoint that is being written, if there is one; without `wait`, only if it is written.
+
+        Returns whether none is under way any more. OSError if it could not be written.
+        """
+        return self.checkpoints.finish(wait=wait)
 
     def _load_initial_weights(self) -> None:
         """Load the weights of --ref-load if it is given, else those of --hf-checkpoint."""
