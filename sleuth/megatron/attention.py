@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,9 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
 from sleuth.algo.context_parallel import zigzag_inverse
-from sleuth.arguments.hf_config import Llama3Scaling
+
+if TYPE_CHECKING:
+    from sleuth.arguments.hf_config import Llama3Scaling
 
 
 class Pieces(NamedTuple):

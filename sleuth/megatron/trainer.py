@@ -25,7 +25,6 @@ from torch.distributed import Store
 
 from sleuth.algo.context_parallel import length_multiple
 from sleuth.algo.optimizer_steps import OptimizerStepBatch
-from sleuth.arguments.files_check import is_hf_folder
 from sleuth.megatron import device, parallel
 from sleuth.megatron.checkpoint import Checkpoints, load_weights
 from sleuth.megatron.finite import ruined_weights
@@ -88,7 +87,7 @@ class Trainer:
     def __init__(self, args: TrainerSettings, store: Store | None = None) -> None:
         """`store` is where the ranks meet; without one they meet at MASTER_ADDR and MASTER_PORT."""
         self.args = args
-        self.shape = ModelShape.from_hf(Path(args.hf_checkpoint))
+        self.shape = self._model_shape()
         parallel.initialize(args, self.shape.num_layers, store)
         config = transformer_config(args, self.shape)
         self.chunks = build_model(self.shape, config)
@@ -209,8 +208,13 @@ class Trainer:
         """
         return self.checkpoints.finish(wait=wait)
 
+    def _model_shape(self) -> ModelShape:
+        return ModelShape.from_hf(Path(self.args.hf_checkpoint))
+
     def _load_initial_weights(self) -> None:
         """Load the weights of --ref-load if it is given, else those of --hf-checkpoint."""
+        from sleuth.arguments.files_check import is_hf_folder  # here: see `ModelShape.from_hf`
+
         if self.args.ref_load is not None and not is_hf_folder(self.args.ref_load):
             load_weights(self.chunks, self.args.ref_load)
             self._check_loaded(self.args.ref_load, "--ref-load")
