@@ -35,7 +35,7 @@ if not __package__:  # run as a script: make the project importable
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sleuth.arguments import Args, Group, check_files, check_tokenizer, parse_args
-from sleuth.cluster.preflight import ask_services, with_hook_settings, with_model
+from sleuth.cluster.preflight import ask_services, bare_questions, with_hook_settings, with_model
 from sleuth.data import PromptRow, load_rows
 from sleuth.data_path import DataPath
 from sleuth.engine.server import EngineServer, EngineStartError
@@ -54,12 +54,14 @@ from sleuth.rollout.engine_client import EngineClient, EngineError, embedding_si
 from sleuth.rollout.hook_runner import UNUSABLE, HookRunner, load_hooks, user_traceback
 from sleuth.rollout.loop import fresh_sample, rollout_parameters
 from sleuth.sample import Sample, SampleStatus
+from sleuth.secrets import redact
 from tools.view_trajectories import render
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "data/demo/model"
 ROWS = 4
 NO_REWARD = "sleuth.hooks.testing.no_reward"
-OF_THE_TRAINER = {"load": None, "save": None, "ref_load": None, "use_wandb": False, "colocate": False}
+TRACKERS = dict.fromkeys(("use_tensorboard", "use_wandb", "use_swanlab", "use_trackio"), False)
+OF_THE_TRAINER = {"load": None, "save": None, "ref_load": None, "colocate": False, **TRACKERS}
 """Settings whose files a trial does not need, or that would have an engine wait for a trainer."""
 
 
@@ -73,7 +75,9 @@ class TryGroup(Group):
         None, description="YAML file of what the model says: a list of turns, or a list of such lists, one a row."
     )
     engine_url: str | None = Field(
-        None, description="SGLang server that runs already, such as http://127.0.0.1:30000 [one is started]."
+        None,
+        description="SGLang server that runs already, such as http://127.0.0.1:30000; its --api-key, if it has one, "
+        "is read from SLEUTH_ENGINE_KEY [one is started].",
     )
 
 
@@ -118,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with engine_of(trial.args) as url:
             outcomes = asyncio.run(run(trial, url))
     except (ValueError, OSError, EngineError, EngineStartError) as error:
-        sys.stderr.write(f"error: {_one_line(error)}\n")
+        sys.stderr.write(f"error: {redact(_one_line(error))}\n")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -149,6 +153,8 @@ def prepare(args: TryArgs) -> Trial:
     check_tokenizer(tokenizer, vocab_size)
     scripts = read_scripts(args.scripted, args.rows) if args.scripted else None
     rows = read_rows(args, tokenizer, len(scripts) if scripts else args.rows or ROWS)
+    for warning in bare_questions(args, {args.prompt_data: rows}):
+        sys.stderr.write(f"warning: {warning}\n")
     if args.search_check and (trouble := ask_services(args, modules)):
         raise ValueError(trouble)
     return Trial(args, tokenizer, vocab_size, rows, scripts)

@@ -45,11 +45,12 @@ def flag(name: str) -> str:
 _NORMALISED = ("grpo", "gspo", "cispo")
 
 TABLE = (
-    _needs("save_interval save_keep", "save"),
+    _needs("save_interval save_keep async_save", "save"),
     _needs("finetune", "load"),
     _needs("apply_chat_template_kwargs tool_key", "apply_chat_template"),
     _needs(
-        "n_samples_per_eval_prompt eval_temperature eval_top_p eval_max_response_len eval_input_key eval_label_key",
+        "n_samples_per_eval_prompt eval_temperature eval_top_p eval_max_response_len eval_input_key eval_label_key "
+        "eval_data_source_filter",
         "eval_interval",
     ),
     Dependent(
@@ -58,6 +59,8 @@ TABLE = (
         "has no effect with --eval-temperature 0 alone, which is greedy; add a temperature, or drop {flag}",
     ),
     _needs("wandb_project wandb_group", "use_wandb"),
+    _needs("swanlab_project", "use_swanlab"),
+    _needs("trackio_project", "use_trackio"),
     _needs("kl_loss_coef kl_loss_type", "use_kl_loss"),
     _needs("kl_penalty_type", "kl_coef"),
     _needs("overlong_penalty_factor", "overlong_buffer_len"),
@@ -99,7 +102,7 @@ TABLE = (
         "has an effect only with --loss-type sft; add it, or drop {flag}",
     ),
     Dependent(
-        "use_kl_loss use_tis kl_coef overlong_buffer_len score_old_log_probs entropy_coef eps_clip_c "
+        "prompt_template use_kl_loss use_tis kl_coef overlong_buffer_len score_old_log_probs entropy_coef eps_clip_c "
         "disable_grpo_std_normalization dynamic_sampling_filter_path eval_interval max_logprob_diff",
         lambda args: args.loss_type != "sft",
         "has no effect with --loss-type sft; drop {flag}",

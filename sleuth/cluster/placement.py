@@ -12,8 +12,7 @@ first. Instead every process gets it with exactly its own devices, and calls the
 * NCCL reaches GPUs that a process does not see (CUDA 10.1 and later).
 * CUDA IPC needs the device of a shared tensor to be visible on both sides, under whatever number. A trainer rank and
   the engine's rank that it sends to share one device, which is in both lists. torch names it by the sender's ordinal,
-  always 0 there: so tensors must be sent by SGLang's reductions, which name it by UUID
-  (`monkey_patch_torch_reductions`, on both sides).
+  always 0 there: so `sleuth.weight_sync.handles` names it by its UUID, as SGLang's engines expect.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -32,6 +32,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from sleuth.arguments import Args
 from sleuth.cluster.ray_environment import cluster_address, prepare_environment
 from sleuth.engine.devices import check_granted
+from sleuth.leftovers import record
+from sleuth.weight_sync.sources import Source, sources_of
 
 PLACEMENT_TIMEOUT_SECONDS = 120.0
 NOT_SET_BY_RAY = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -51,11 +53,18 @@ def ray_session(args: Args) -> Iterator[None]:
         # These are slots, not cores: a laptop may have fewer cores than ranks, which then take turns.
         slots = max(os.cpu_count() or 1, args.total_gpus) + 1
         ray.init(address="local", num_cpus=slots, include_dashboard=False, log_to_driver=True, configure_logging=False)
+        record(session_folder())
     signal.signal(signal.SIGTERM, on_sigterm)  # ray.init replaced the caller's handler
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def session_folder() -> Path:
+    """Where the Ray that this process is connected to keeps its logs and sockets."""
+    node: Any = ray._private.worker._global_node
+    return Path(node.get_session_dir_path())
 
 
 def cluster_has_gpus() -> bool:
@@ -90,6 +99,11 @@ class Placement:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, device.bundle),
             "runtime_env": {"env_vars": variables | (env or {})},
         }
+
+    def sources(self, gpus_per_engine: int) -> list[Source]:
+        """Which trainer ranks serve which engine with weights."""
+        trainer, engines = ([device.bundle for device in devices] for devices in (self.trainer, self.engines))
+        return sources_of(trainer, engines, gpus_per_engine, on_gpu=self.trainer[0].gpu_id is not None)
 
     def remove(self) -> None:
         remove_placement_group(self.group)

@@ -42,6 +42,7 @@ from torch import Tensor
 from sleuth.arguments import model_flags
 from sleuth.arguments.files_check import parse_config
 from sleuth.arguments.hf_config import Llama3Scaling, complete_config, rotary_scaling
+from sleuth.dtypes import dtype_name
 from sleuth.megatron import device
 from sleuth.megatron.attention import PackedAttention, PackedRow, rotary_angles, rotary_frequencies
 from sleuth.megatron.logprobs import HeadOptions, token_statistics
@@ -114,9 +115,8 @@ def transformer_engine_available() -> bool:
 
 
 def resolve_dtype(name: str) -> torch.dtype:
-    """The dtype of the model's weights for a value of --dtype: `auto` is bfloat16 on CUDA, else float32."""
-    if name == "auto":
-        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    """The dtype of the model's weights for a value of --dtype."""
+    name = dtype_name(name, on_gpu=torch.cuda.is_available())
     if name not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype {name}: expected auto, float32 or bfloat16")
     return torch.float32 if name == "float32" else torch.bfloat16

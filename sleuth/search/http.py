@@ -10,7 +10,7 @@ import random
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import aiohttp
 import pydantic
@@ -18,6 +18,7 @@ import tenacity
 from yarl import URL
 
 from sleuth.retries import failure, with_retries
+from sleuth.secrets import redact, without_passwords
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class SearchError(RuntimeError):
     def __init__(
         self, message: str, kind: SearchErrorKind, *, retryable: bool = False, retry_after: float | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(redact(message))
         self.kind: SearchErrorKind = kind
         self.retryable = retryable
         self.retry_after = retry_after
@@ -59,8 +60,8 @@ class QueryError(ValueError):
     """
 
     def __init__(self, message: str, reason: str | None = None) -> None:
-        super().__init__(message)
-        self.reason = reason or message
+        super().__init__(redact(message))
+        self.reason = redact(reason or message)
 
 
 # --- Queries ---
@@ -106,7 +107,7 @@ async def request_text(method: str, url: str, *, timeout: float, hidden: str | N
     Raises QueryError for a status in QUERY_STATUS, SearchError for everything else: another status, no answer in
     time, more than MAX_ANSWER_BYTES, a redirect that would lose the query or lead a secret elsewhere.
     """
-    name = re.sub(r"//[^/@]*@", "//***@", url)
+    name = without_passwords(url)
     try:
         async with asyncio.timeout(timeout):
             return await _request(method, url, name, hidden, options)
@@ -147,7 +148,7 @@ async def _request(method: str, url: str, name: str, hidden: str | None, options
 
 def _redirected(response: aiohttp.ClientResponse, location: str, name: str, secret: bool) -> URL:
     """The URL to which a redirect leads; SearchError if the request cannot be sent there unchanged."""
-    told = f"{name}: status {response.status}, a redirect to {location[:200]!r}"
+    told = f"{name}: status {response.status}, a redirect to {redact(location)[:200]!r}"
     try:
         target = response.url.join(URL(location))
         elsewhere = target.origin() != response.url.origin()
@@ -252,23 +253,36 @@ def search_session() -> aiohttp.ClientSession:
     )
 
 
-MakeSession = Callable[[], aiohttp.ClientSession]
-_sessions: dict[
-    tuple[asyncio.AbstractEventLoop, MakeSession], tuple[AsyncIterator[aiohttp.ClientSession], aiohttp.ClientSession]
-] = {}
+class Closing(Protocol):
+    """What is opened by `async with` and knows whether it was closed: a session, a pool of processes."""
+
+    @property
+    def closed(self) -> bool: ...
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(self, kind: Any, error: Any, traceback: Any, /) -> None: ...
 
 
-async def shared_session(make: MakeSession = search_session) -> aiohttp.ClientSession:
-    """The session that `make` makes once for each event loop; closed when the loop shuts down its async generators."""
+ClosingT = TypeVar("ClosingT", bound=Closing)
+_shared: dict[tuple[asyncio.AbstractEventLoop, Callable[[], Any]], tuple[AsyncIterator[Any], Any]] = {}
+
+
+async def shared_session() -> aiohttp.ClientSession:
+    """The session for backends, one for each event loop."""
+    return await shared(search_session)
+
+
+async def shared(make: Callable[[], ClosingT]) -> ClosingT:
+    """What `make` makes once for each event loop; closed when the loop shuts down its async generators."""
     key = asyncio.get_running_loop(), make
-    if key not in _sessions or _sessions[key][1].closed:
-        for ended in [other for other in _sessions if other[0].is_closed()]:
-            del _sessions[ended]
-        holder = _hold_session(make)
-        _sessions[key] = holder, await anext(holder)
-    return _sessions[key][1]
+    if key not in _shared or _shared[key][1].closed:
+        for ended in [other for other in _shared if other[0].is_closed()]:
+            del _shared[ended]
+        holder = _hold(make)
+        _shared[key] = holder, await anext(holder)
+    made: ClosingT = _shared[key][1]
+    return made
 
 
-async def _hold_session(make: MakeSession) -> AsyncIterator[aiohttp.ClientSession]:
-    async with make() as session:
-        yield session
+async def _hold(make: Callable[[], ClosingT]) -> AsyncIterator[ClosingT]:
+    async with make() as made:
+        yield made
