@@ -29,24 +29,30 @@ main() {
     SHARED=runs/smollm2
     MODEL=$SHARED/SmolLM2-135M-Instruct
     WARM=$SHARED/warm-up
-    TRAJECTORIES=256
-    DTYPE=float32
-    MAX_DIFF=1e-3
-    mkdir -p "$RUN_DIR"
+    ZERO_SHOT=$SHARED/zero-shot-$QUESTIONS
+    TRAJECTORIES=${TRAJECTORIES:-96}
+    DTYPE=bfloat16
+    MAX_DIFF=0.5
+    mkdir -p "$RUN_DIR" "$SHARED"
+    exec 8>"$RUN_DIR/lock"
+    flock --nonblock 8 || { echo "--run-dir: another run uses $RUN_DIR; name another folder" >&2; exit 2; }
 
     clean_up_at_end
     start_retriever
+    exec 9>"$SHARED/lock" # what runs share is made by one of them, and the others wait
+    flock 9
     make_model
     wait_for_retriever
     write_settings
     zero_shot
     warm_up
+    exec 9>&-
 
     if [[ "$(cat "$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null)" != "$STEPS" ]]; then
         echo "== $STEPS steps of GRPO: Ray, one SGLang engine and the Megatron trainer on this CPU"
         train "$WARM/hf" "$RUN_DIR" --ref-load "$WARM/torch_dist" --num-rollout "$STEPS" \
             --load "$RUN_DIR/checkpoints" --save "$RUN_DIR/checkpoints" --save-interval 10 --save-keep 1 \
-            --eval-interval 10 --eval-temperature 0 1 --eval-prompt-data demo "data/demo/test.parquet@[0:$QUESTIONS]" \
+            --eval-interval 20 --eval-temperature 0 1 --eval-prompt-data demo "data/demo/test.parquet@[0:$QUESTIONS]" \
             --use-tensorboard "${FLAGS[@]}"
     fi
 
@@ -55,7 +61,7 @@ main() {
     run "$PYTHON" tools/convert_torch_dist_to_hf.py --load "$RUN_DIR/checkpoints" --hf-checkpoint "$MODEL" --save "$RUN_DIR/hf"
     run "$PYTHON" tools/smollm2/ask.py --model "$RUN_DIR/hf" --search-url "$SEARCH_URL"
 
-    "$PYTHON" tools/smollm2/report.py --zero-shot "$SHARED/zero-shot" --run-dir "$RUN_DIR" --started "$STARTED"
+    "$PYTHON" tools/smollm2/report.py --zero-shot "$ZERO_SHOT" --run-dir "$RUN_DIR" --started "$STARTED"
 }
 
 # The Hugging Face folder of the model.
@@ -88,8 +94,8 @@ train() {
         --hf-checkpoint "$model" --dtype "$DTYPE" \
         --prompt-data data/demo/train.parquet --input-key prompt --label-key reward_model --apply-chat-template \
         --rollout-shuffle --rollout-batch-size 8 --n-samples-per-prompt 8 --global-batch-size 64 \
-        --rollout-max-response-len 40 --rollout-max-context-len 320 --rollout-temperature 1 \
-        --colocate --sglang-max-total-tokens 24576 \
+        --rollout-max-response-len 48 --rollout-max-context-len 320 --rollout-temperature 1 \
+        --colocate --cpu-threads-per-engine 2 --sglang-max-total-tokens 24576 \
         --use-dynamic-batch-size --max-tokens-per-gpu 2048 --log-probs-chunk-size 256 \
         --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 \
         --lr 2e-5 --weight-decay 0 --adam-beta2 0.98 --clip-grad 1.0 --max-logprob-diff "$MAX_DIFF" \
@@ -103,11 +109,11 @@ train() {
 zero_shot() {
     local mode
     for mode in greedy t1; do
-        [[ -s "$SHARED/zero-shot/$mode/metrics.jsonl" ]] && continue
+        [[ -s "$ZERO_SHOT/$mode/metrics.jsonl" ]] && continue
         echo "== $QUESTIONS held-out questions to the model as it came ($mode)"
-        train "$MODEL" "$SHARED/zero-shot/$mode" --debug-rollout-only --num-rollout 1 --rollout-batch-size "$QUESTIONS" \
+        train "$MODEL" "$ZERO_SHOT/$mode" --debug-rollout-only --num-rollout 1 --rollout-batch-size "$QUESTIONS" \
             --prompt-data "data/demo/test.parquet@[0:$QUESTIONS]" --n-samples-per-prompt 1 \
-            --global-batch-size "$QUESTIONS" $([[ $mode == greedy ]] && echo --rollout-top-k 1)
+            --global-batch-size "$QUESTIONS" --advantage-estimator reinforce_plus_plus $([[ $mode == greedy ]] && echo --rollout-top-k 1)
     done
 }
 
@@ -119,7 +125,7 @@ warm_up() {
     mkdir -p "$WARM"
     run "$PYTHON" tools/smollm2/make_trajectories.py --model "$MODEL" --count "$TRAJECTORIES" --out "$WARM/trajectories.jsonl.gz"
     run "$PYTHON" tools/convert_hf_to_torch_dist.py --hf-checkpoint "$MODEL" --save "$WARM/start"
-    run "$PYTHON" train.py --loss-type sft --hf-checkpoint "$MODEL" --ref-load "$WARM/start" --dtype float32 \
+    run "$PYTHON" train.py --loss-type sft --hf-checkpoint "$MODEL" --ref-load "$WARM/start" --dtype "$DTYPE" \
         --prompt-data "$WARM/trajectories.jsonl.gz" --num-rollout $((TRAJECTORIES / 16)) \
         --rollout-batch-size 16 --global-batch-size 16 --use-dynamic-batch-size --max-tokens-per-gpu 2048 \
         --log-probs-chunk-size 256 --lr 1e-4 --lr-warmup-steps 3 --weight-decay 0 --seed 1 \

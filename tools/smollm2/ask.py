@@ -27,7 +27,7 @@ from sleuth.search.observation import format_observation
 from tools.smollm2.make_trajectories import OBSERVATION_TOKENS, ROOT
 
 TURNS = 3
-TURN_TOKENS = 40
+TURN_TOKENS = 48
 
 
 def main(argv: Sequence[str] | None = None) -> int:
