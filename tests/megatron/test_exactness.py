@@ -90,6 +90,8 @@ CASES: dict[str, Case] = {
     "qwen3 tied": Case(1, {}, TWO_SAMPLES, "qwen3 tied"),
     "eight layers tied": Case(1, {}, TWO_SAMPLES, "eight layers tied", "small steps"),
     "llama sft": Case(1, {}, TWO_SAMPLES, "llama", "sft"),
+    "llama": Case(1, {}, TWO_SAMPLES, "llama"),
+    "llama tied": Case(1, {}, TWO_SAMPLES, "llama tied"),
     "smollm2": Case(1, {}, TWO_SAMPLES, "smollm2"),
     "smollm2 sft": Case(1, {}, TWO_SAMPLES, "smollm2", "sft"),
     "moe": Case(1, {}, TWO_SAMPLES, "moe"),
