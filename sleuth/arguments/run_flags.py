@@ -135,6 +135,11 @@ class ClusterArgs(Group):
     cpu_threads_per_actor: PositiveInt | None = Field(
         None, description="CPU threads of each trainer process on a machine without GPUs [cores / trainer processes]."
     )
+    cpu_threads_per_engine: PositiveInt = Field(
+        1,
+        description="CPU threads of each engine on a machine without GPUs; more than one help models of about 100 million "
+        "parameters and more, and make tiny ones many times slower.",
+    )
 
 
 def _colocated_gpus(data: dict[str, Any]) -> int | None:

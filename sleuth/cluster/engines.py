@@ -119,6 +119,7 @@ def engine_config(args: Args, run_dir: Path, index: int, devices: Sequence[Devic
         context_length=args.rollout_max_context_len,
         max_total_tokens=args.sglang_max_total_tokens,
         max_running_requests=args.rollout_max_concurrency,
+        cpu_threads=args.cpu_threads_per_engine,
         tensor_parallel_size=args.rollout_num_gpus_per_engine,
         gpu_ids=tuple(device.gpu_id for device in devices if device.gpu_id is not None),
         mem_fraction_static=args.sglang_mem_fraction_static,
