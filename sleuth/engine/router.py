@@ -5,7 +5,8 @@
 
 It knows `/generate` and no more of what a run asks of engines: pausing, weights, flushing and aborting go to them.
 As `sleuth.engine.launch` does for an engine, this module's main watches its owner and ends with it:
-`python -m sleuth.engine.router OWNER_PID FOLDER <arguments of sglang_router.launch_router>`.
+`python -m sleuth.engine.router OWNER_PID FOLDER <arguments of sglang_router.launch_router>`. It has the engines' key
+from its environment, and asks its own callers for it, too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from types import TracebackType
 
 import requests
 
+from sleuth.engine.key import VARIABLE, engine_key
 from sleuth.engine.launch import watch_owner
 from sleuth.engine.process_group import kill_group
 from sleuth.engine.server import HOST, PACKAGE_ROOT, free_port
@@ -31,6 +33,7 @@ from sleuth.loopback import direct_session, without_proxy
 START_SECONDS = 60.0
 POLL_SECONDS = 0.2
 PORT_ATTEMPTS = 3
+SERVE = "serve"
 LOG_TAIL_LINES = 15
 HEALTH_PATH = "/model_info"
 """Not /health: an engine answers that by generating a token, and dies of it while its memory is lent."""
@@ -96,6 +99,7 @@ class RouterProcess:
         environment = dict(os.environ) | without_proxy(os.environ)
         paths = [str(PACKAGE_ROOT), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        environment[VARIABLE] = engine_key()
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [*command, *router_args(self.engine_urls, port)],
@@ -147,11 +151,21 @@ def router_args(engine_urls: Sequence[str], port: int) -> list[str]:
 
 def main(argv: list[str]) -> int:
     """Run the router until it ends, or until the owner does: then the whole process group is killed."""
+    if argv[0] == SERVE:
+        return serve(argv[1:])
     owner_pid, folder, words = int(argv[0]), Path(argv[1]), argv[2:]
     assert os.getpgrp() == os.getpid(), "must lead a process group of its own: it kills the group"
     threading.Thread(target=watch_owner, args=(owner_pid, folder), daemon=True).start()
     # A process of its own: the router runs in Rust and lets no other thread of its interpreter work.
-    return subprocess.call([sys.executable, "-m", "sglang_router.launch_router", *words])
+    return subprocess.call([sys.executable, "-m", "sleuth.engine.router", SERVE, *words])
+
+
+def serve(words: list[str]) -> int:
+    """Be the router."""
+    from sglang_router.launch_router import launch_router, parse_router_args
+
+    launch_router(parse_router_args([*words, "--api-key", os.environ.pop(VARIABLE)]))
+    return 0
 
 
 if __name__ == "__main__":

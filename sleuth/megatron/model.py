@@ -39,6 +39,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from torch import Tensor
 
+from sleuth.dtypes import dtype_name
 from sleuth.megatron import device
 from sleuth.megatron.attention import PackedAttention, PackedRow, rotary_angles, rotary_frequencies
 from sleuth.megatron.logprobs import HeadOptions, token_statistics
@@ -119,9 +120,8 @@ def transformer_engine_available() -> bool:
 
 
 def resolve_dtype(name: str) -> torch.dtype:
-    """The dtype of the model's weights for a value of --dtype: `auto` is bfloat16 on CUDA, else float32."""
-    if name == "auto":
-        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    """The dtype of the model's weights for a value of --dtype."""
+    name = dtype_name(name, on_gpu=torch.cuda.is_available())
     if name not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype {name}: expected auto, float32 or bfloat16")
     return torch.float32 if name == "float32" else torch.bfloat16

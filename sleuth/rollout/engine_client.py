@@ -24,6 +24,7 @@ import aiohttp
 import orjson
 import tenacity
 
+from sleuth.engine.key import engine_headers
 from sleuth.hooks.context import Generation, StopRunError
 from sleuth.retries import failure, with_retries
 from sleuth.rollout.routing import Router
@@ -143,10 +144,6 @@ class EngineClient:
         self._sent_tokens = self._cached_tokens = 0
         return share
 
-    async def abort_all(self) -> None:
-        """Ask every engine to end its requests; each `generate` under way returns with finish_reason "abort"."""
-        await asyncio.gather(*(self._request(url, "abort_request", b'{"abort_all": true}') for url in self.urls))
-
     async def close(self) -> None:
         """Close the connections; the next call opens new ones."""
         if self._session is not None:
@@ -225,7 +222,7 @@ class EngineClient:
             self._session = aiohttp.ClientSession(
                 timeout=self._timeout,
                 connector=connector,
-                headers={"Content-Type": "application/json"},
+                headers={"Content-Type": "application/json", **engine_headers()},
                 cookie_jar=aiohttp.DummyCookieJar(),  # an engine sets none; looking for them costs time
             )
             self._loop = loop
@@ -267,7 +264,11 @@ def _parse_log_probs(entries: list[list[Any]], url: str, what: str) -> tuple[lis
     if None in log_probs or not math.isfinite(sum(log_probs)):  # one pass where all is well
         for position, value in enumerate(log_probs):
             if value is None or not math.isfinite(value):
-                raise EngineError(f"{url}: {what} token {position} of {len(entries)} has log-probability {value}")
+                raise EngineError(
+                    f"{url}: expected numbers as log-probabilities, found {value} at {what} token {position} of "
+                    f"{len(entries)}: the model computes NaN. Its weights may not be finite (the trainer, and "
+                    "tools/convert_hf_to_torch_dist.py, name the tensor), or --sglang-dtype is too narrow for them"
+                )
     return ids, log_probs
 
 

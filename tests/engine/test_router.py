@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
-import requests
 
+from sleuth.engine.key import engine_session
 from sleuth.engine.router import HEALTH_PATH, RouterError, RouterProcess, router_args
 from sleuth.engine.server import EngineConfig, EngineServer
 from sleuth.rollout.engine_client import EngineClient, EngineError
@@ -61,7 +61,7 @@ def test_requests_go_through_it_and_log_probs_are_the_engines(engine: RunningEng
 
 def test_turns_of_a_trajectory_find_their_beginning(engine: RunningEngine, router: RouterProcess) -> None:
     for url in router.engine_urls:
-        requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
+        engine_session().post(f"{url}/flush_cache", timeout=60).raise_for_status()
 
     async def turns(client: EngineClient) -> float:
         ids = [100 + (7 * i) % 300 for i in range(96)]

@@ -119,7 +119,7 @@ def train(gpu: FakeGPU, trainer: Any, args: Any, tokens: int) -> dict[str, Any]:
         chunk.zero_grad_buffer()
     trainer.optimizer.zero_grad()
     forward.run_model(trainer._ddp, [batch], trainer._options, trainer._objective, train=True)
-    found |= {"forward_backward": {"peak": gpu.peak, "waits": dict(gpu.waits)}}
+    found |= {"forward_backward": {"peak": gpu.peak, "waits": dict(gpu.waits), "attention": dict(gpu.attention)}}
     gpu.reset()
     trainer.optimizer.step()
     return found | {"step": {"peak": gpu.peak, "waits": dict(gpu.waits)}}

@@ -140,3 +140,10 @@ def test_nothing_waits_for_the_device_in_a_layer_or_for_a_parameter(folder: Path
     found = traced(folder, name)
     assert found["forward_backward"]["waits"] == {}
     assert list(found["step"]["waits"].values()) == [1]  # for the gradient's norm, by which it is clipped
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_attention_is_one_kernel_a_layer_forward_and_one_backward(folder: Path, name: str) -> None:
+    passes = 2 if "recompute" in name else 1
+    calls = traced(folder, name)["forward_backward"]["attention"]
+    assert calls == {"_varlen_attn": passes * LAYERS, "_varlen_attn_backward": LAYERS}

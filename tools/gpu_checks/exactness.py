@@ -83,8 +83,8 @@ def distances(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str
     return apart | {"log-probs": float((found["log-probs"] - expected["log-probs"]).abs().mean())}
 
 
-def _main_gradient(parameter: torch.nn.Parameter) -> Tensor:
-    gradient: Tensor = vars(parameter)["main_grad"]  # where megatron adds gradients up
+def _main_gradient(parameter: Any) -> Tensor:
+    gradient: Tensor = parameter.main_grad  # where megatron adds gradients up
     return gradient.detach()
 
 

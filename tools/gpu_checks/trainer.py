@@ -55,6 +55,7 @@ class Settings:
     seed: int = 1234
     cpu_threads_per_actor: int | None = 1
     attention_backend: str = "auto"
+    async_save: bool = False
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
