@@ -139,8 +139,8 @@ class ClusterArgs(Group):
     )
     cpu_threads_per_engine: PositiveInt = Field(
         1,
-        description="CPU threads of each engine on a machine without GPUs; more than one help models of about 100 million "
-        "parameters and more, and make tiny ones many times slower.",
+        description="CPU threads of each engine on a machine without GPUs; more than one help models of about 100 "
+        "million parameters and more, and make tiny ones many times slower.",
     )
 
 
