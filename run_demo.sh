@@ -126,10 +126,10 @@ END
     echo "== $STEPS steps of GRPO: Ray, one SGLang engine and the Megatron trainer on this CPU"
     run $PYTHON train.py \
         --hf-checkpoint "$MODEL" --ref-load "$RUN_DIR/ref" --save "$RUN_DIR/checkpoints" --save-interval 20 --save-keep 2 \
-        --prompt-data data/demo/train.parquet --input-key prompt --label-key reward_model --apply-chat-template \
+        --prompt-data data/demo/train_mixed.parquet --input-key prompt --label-key reward_model --apply-chat-template \
         --rollout-shuffle --num-rollout "$STEPS" --rollout-batch-size 8 --n-samples-per-prompt 8 --global-batch-size 64 \
         --rollout-max-response-len 48 --rollout-max-context-len 512 --rollout-temperature 1 \
-        --eval-interval 10 --eval-prompt-data demo "data/demo/test.parquet@[0:$QUESTIONS]" \
+        --eval-interval 10 --eval-prompt-data demo "data/demo/test_mixed.parquet@[0:$QUESTIONS]" \
         --eval-temperature 0 1 \
         --colocate --actor-num-nodes 1 --actor-num-gpus-per-node 1 --rollout-num-gpus 1 --rollout-num-gpus-per-engine 1 \
         --use-dynamic-batch-size --max-tokens-per-gpu 2048 --balance-data \
