@@ -66,6 +66,8 @@ SEARCH_R1_CONFIGS: dict[str, Any] = {
 """The settings that people change most. The section `search_r1:` of a --custom-config-path file outranks them, and
 --search-backend and --search-url outrank both. `SearchSettings` has the types of these keys, and further keys."""
 
+PROMPT_TEMPLATE = "tags"
+"""The --prompt-template that explains this protocol: a run whose prompts are bare questions is told to take it."""
 STOP = ("</search>", "</answer>")
 AnyWebSettings = WikipediaSettings | DeepSeekSettings | ZhihuSettings | SearxngSettings
 CORRECTION = (

@@ -30,6 +30,7 @@ from generate_with_search import SearchSettings, check_label, check_services, se
 from sleuth.answers import GoldAnswers
 from sleuth.chat_template import ToolTemplate
 from sleuth.hooks import Conversation, Sample, SampleStatus, Settings, StopReason, decode, rollout_context
+from sleuth.prompt_templates import TOOLS_INSTRUCTION
 from sleuth.search import QueryError, SearchError
 from sleuth.search.items import format_items
 from sleuth.search.observation import neutral
@@ -53,10 +54,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "torchtitan": {"max_turns": 4, "max_searches": 4, "max_trajectory_tokens": 3072, "max_turn_tokens": 512},
     "webagent": {"max_turns": 6, "max_searches": 4, "max_trajectory_tokens": 8192, "max_turn_tokens": 8192},
 }
-INSTRUCTION = (
-    "Answer the question. Whenever you lack knowledge, call the tool search with a short query; you may search several "
-    "times. Once you know the answer, call nothing and end with a line that holds it in a few words:\nAnswer: ..."
-)
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -87,7 +84,7 @@ class ToolSettings(Settings, section="search_tools"):
     max_invalid_actions: int = Field(default=2, ge=0)  # turns with a wrong call; one more ends the trajectory
     trajectory_timeout: float | None = Field(default=None, gt=0)  # seconds
     thinking: bool = False  # `enable_thinking` of the template
-    instruction: str = INSTRUCTION  # the system's message before a prompt that is a text; "": none
+    instruction: str = TOOLS_INSTRUCTION  # the system's message before a prompt that is a text; "": none
     no_search_penalty: float = 0.0  # taken from the reward of a trajectory that never searched
     retrieval_score: float = 0.0  # for a wrong answer where a right one stands in a result
     truncation_reward: float = 0.0  # of a trajectory that a budget ended

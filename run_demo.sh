@@ -83,6 +83,11 @@ main() {
     PYTHON=.venv/bin/python
     MODEL=data/demo/model
     mkdir -p "$RUN_DIR"
+    # Another start may have come as far in the meantime: only one of them can make this file.
+    if ! (set -o noclobber; echo "process $$ on $(uname -n), since $(date -u +'%F %T') UTC" >"$RUN_DIR/demo.owner") 2>/dev/null; then
+        echo "--run-dir: expected a folder that no other run uses, found $RUN_DIR in use by $(cat "$RUN_DIR/demo.owner"); name another" >&2
+        exit 2
+    fi
 
     retriever_pid="" step_pid=""
 

@@ -12,9 +12,9 @@
 #   REF_LOAD       models/Qwen2.5-3B_torch_dist        tools/convert_hf_to_torch_dist.py makes it
 #   SAVE_DIR       checkpoints/qwen2.5-3B_search       a later start goes on from its latest checkpoint
 #   RUN_DIR        runs/qwen2.5-3B/<UTC start time>    logs, metrics, trajectories, configuration
-#   TRAIN_DATA     data/search_r1/train.parquet        both: hf download PeterJinGo/nq_hotpotqa_train
-#                                                       --repo-type dataset --local-dir data/search_r1
-#   EVAL_DATA      data/search_r1/test.parquet@[0:3000]
+#   TRAIN_DATA     data/search_r1/train.parquet        tools/prepare_data.py --local_dir data/search_r1 makes both; or
+#   EVAL_DATA      data/search_r1/test.parquet@[0:3000]    a data set of the hub, such as PeterJinGo/nq_hotpotqa_train,
+#                                                       whose first use downloads train.parquet, test.parquet
 #   SEARCH_BACKEND (SEARCH_R1_CONFIGS in generate_with_search.py: local)      or google, or module.function
 #   SEARCH_URL     (there, too: http://127.0.0.1:8000/retrieve)    local_dense_retriever/retrieval_server.py serves it
 #   NUM_GPUS       8, or as many as CUDA_VISIBLE_DEVICES names     of this node, for the Ray head
@@ -22,7 +22,7 @@
 #   RAY_ADDRESS    (none: a Ray head is started here, and stopped at the end)
 #   PYTHON         .venv-gpu/bin/python (scripts/setup_gpu.sh) where nvidia-smi shows a GPU, else .venv/bin/python
 #   ALLOW_CPU      0                                   1: train on the CPU; else a start where torch sees no GPU stops
-#   USE_WANDB      1 if WANDB_API_KEY is set           WANDB_PROJECT [sleuth], WANDB_GROUP [the model's name]
+#   USE_WANDB      1 if WANDB_API_KEY or WANDB_KEY is set     WANDB_PROJECT [sleuth], WANDB_GROUP [the model's name]
 #   USE_TIS        0                                   1: correct for the mismatch between engines and trainer
 set -euo pipefail
 CALLED_FROM="$PWD" # hooks may lie there
@@ -48,13 +48,19 @@ fi
 
 # Ray starts the job in a folder of its own: paths must not depend on it.
 absolute() { case "$1" in /*) printf '%s' "$1" ;; *) printf '%s/%s' "$PWD" "$1" ;; esac; }
+# owner/set[@revision][/file] is a data set of the Hugging Face hub, unless its first folder is here.
+data_path() {
+    local hub='^[A-Za-z0-9_-][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+(@[A-Za-z0-9_.-]+)?(/[^@]+)?(@\[.*\])?$'
+    local file='^[^/]+/[^/@]+\.(parquet|jsonl|jsonl\.gz)(@\[.*\])?$'
+    if [[ "$1" =~ $hub && ! "$1" =~ $file && ! -e "${1%%/*}" ]]; then printf '%s' "$1"; else absolute "$1"; fi
+}
 NAME="${MODEL/qwen/Qwen}"
 HF_CHECKPOINT="$(absolute "${HF_CHECKPOINT:-models/$NAME}")"
 REF_LOAD="$(absolute "${REF_LOAD:-models/${NAME}_torch_dist}")"
 SAVE_DIR="$(absolute "${SAVE_DIR:-checkpoints/${MODEL}_search}")"
 RUN_DIR="$(absolute "${RUN_DIR:-runs/$MODEL/$(date -u +%Y%m%d-%H%M%S)}")"
-TRAIN_DATA="$(absolute "${TRAIN_DATA:-data/search_r1/train.parquet}")"
-EVAL_DATA="$(absolute "${EVAL_DATA:-data/search_r1/test.parquet@[0:3000]}")"
+TRAIN_DATA="$(data_path "${TRAIN_DATA:-data/search_r1/train.parquet}")"
+EVAL_DATA="$(data_path "${EVAL_DATA:-data/search_r1/test.parquet@[0:3000]}")"
 if [[ -z "${NUM_GPUS:-}" ]]; then
     NUM_GPUS=8
     [[ -n "${CUDA_VISIBLE_DEVICES:-}" ]] && NUM_GPUS="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)" # a Slurm job
@@ -165,7 +171,8 @@ SEARCH_ARGS=()
 [[ -n "${SEARCH_URL:-}" ]] && SEARCH_ARGS+=(--search-url "$SEARCH_URL")
 
 WANDB_ARGS=()
-if [[ "${USE_WANDB:-${WANDB_API_KEY:+1}}" == 1 ]]; then
+wandb_key="${WANDB_API_KEY:-${WANDB_KEY:-}}"
+if [[ "${USE_WANDB:-${wandb_key:+1}}" == 1 ]]; then
     WANDB_ARGS=(--use-wandb --wandb-project "${WANDB_PROJECT:-sleuth}" --wandb-group "${WANDB_GROUP:-$MODEL}")
 fi
 
@@ -253,6 +260,7 @@ END
     export RAY_AUTH_MODE RAY_AUTH_TOKEN
     # Its own folder: another Ray on this machine keeps its address file. In /tmp, since socket paths must be short.
     ray_dir="$(mktemp -d /tmp/sleuth-ray-XXXXXX)"
+    "$PYTHON" -m sleuth.leftovers $$ "$ray_dir" || true # should this script be killed, the next start removes it
     echo "starting a Ray head with ${DEVICES[*]} (log: $RUN_DIR/ray.log, dashboard: http://127.0.0.1:$dashboard_port)"
     # A session of its own, so that ctrl-C reaches the job first and the head is stopped by clean_up.
     setsid "$PYTHON" -m ray.scripts.scripts start --head --block "${DEVICES[@]}" --disable-usage-stats \

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import ExitStack
+from pathlib import Path
 
 from rich.console import Console
 
@@ -18,10 +20,13 @@ from sleuth.cluster.logs import configure_logging, failure_message
 from sleuth.cluster.preflight import preflight
 from sleuth.cluster.rollout_group import RolloutGroup
 from sleuth.cluster.run import Run, start_rollout, start_run
-from sleuth.cluster.signals import end_on_signals
+from sleuth.cluster.run_folders import own_folders
+from sleuth.cluster.signals import Interruption, end_on_signals
 from sleuth.cluster.sync import sync_weights
+from sleuth.leftovers import remove_leftovers
 from sleuth.metrics.timing import timed
 from sleuth.metrics.tracker import Tracker
+from sleuth.secrets import redact
 
 logger = logging.getLogger("train")
 
@@ -110,17 +115,24 @@ def main() -> None:
     args: Args = parse_args_or_exit()
     exit_if_done(args)
     warnings: list[str] = []
-    try:
-        args = preflight(args, warn=warnings.append)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    run_dir = args.run_dir.resolve()
-    configure_logging(run_dir, "driver")
+    with ExitStack() as folders:
+        try:
+            args = preflight(args, warn=warnings.append)
+            folders.enter_context(own_folders(args))
+        except (ValueError, OSError) as error:
+            sys.exit(f"error: {redact(str(error))}")
+        start(args, args.run_dir.resolve(), interruption, warnings)
+
+
+def start(args: Args, run_dir: Path, interruption: Interruption, warnings: list[str]) -> None:
+    """The run itself, in folders of its own; ends the process, with a line that says why, where it fails."""
+    configure_logging(run_dir, "driver", args)
+    remove_leftovers()
     args.write(run_dir / "config.yaml")
     console = Console()
     console.print(config_table(args))
     for warning in warnings:
-        console.print(f"warning: {warning}", style="yellow", soft_wrap=True, markup=False)
+        console.print(f"warning: {redact(warning)}", style="yellow", soft_wrap=True, markup=False)
     console.print(f"starting (it takes a minute or so); logs: {run_dir / 'logs'}", soft_wrap=True, markup=False)
     try:
         if args.debug_rollout_only:

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 DESCRIPTION = "sleuth.json"
+JOURNAL = "journal"
+"""The folder beside the checkpoints that `sleuth.rollout.journal` writes."""
 _UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
 _CURRENT_FOLDER, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV)
@@ -90,6 +92,12 @@ def saved_step(folder: Path) -> int | None:
         return None
     by_name = re.search(r"iter_(\d+)$", found.name)
     return read_description(found).get("step", int(by_name[1]) if by_name else None)
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """The steps of the whole checkpoints under `folder`, in order; none where there is no such folder."""
+    names = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in folder.glob("iter_*") if is_checkpoint(path))
+    return sorted(int(name[1]) for name in names if name)
 
 
 def resuming_problem(checkpoint: Path, *, distributed: bool) -> str | None:

@@ -35,6 +35,7 @@ from sleuth.memory_plan import (
     tokens_per_micro_batch,
     turns,
 )
+from sleuth.secrets import masked, redact
 
 EXAMPLE_LENGTHS = (512, 1024, 2048, 4096)
 """Tokens of a trajectory (prompt, turns and observations) for which micro-batches are estimated."""
@@ -104,12 +105,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_gpus(args)
         args = preflight(args, planning=not args.require_files, warn=notes.append)
     except (ValueError, OSError) as error:
-        Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(str(error))
+        Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(redact(str(error)))
         return 2
     for title, rows in _sections(args):
         console.print(_table(title, rows))
     for note in notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {redact(note)}", markup=False)
     if problem := complaint(args, args.gpu_memory, args.context):
         Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(problem)
         return 2
@@ -123,7 +124,7 @@ def _sections(args: PlanArgs) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     yield "One step", list(_batches(args))
     yield f"Memory per GPU, of {args.gpu_memory / GB:.1f} GB (estimate)", list(_memory(args))
     yield "Hooks", describe_hooks(args)
-    for section, values in args.custom_config.items():
+    for section, values in masked(args.custom_config).items():
         yield f"Settings of the hooks: {section}", flattened(values)
 
 

@@ -65,6 +65,8 @@ OWN_REASON = re.compile(r"[a-z][a-z0-9_]{0,39}")
 """The form of a reason that a hook may make up."""
 
 Source = Literal["model", "observation", "correction"]
+LONGEST_ERROR = 2000
+"""Characters of a sample's error that are kept: some quote a whole page."""
 MAX_LOG_PROB = 1e-3
 """In nats: a log-probability up to this value is above 0 only by rounding."""
 
@@ -250,7 +252,8 @@ class Sample:
             )
         if status is SampleStatus.PENDING:
             raise ValueError("expected how the trajectory ended, found PENDING; see SampleStatus")
-        self.status, self.stop_reason, self.error = SampleStatus(status), check_reason(reason), error
+        self.status, self.stop_reason = SampleStatus(status), check_reason(reason)
+        self.error = error if error is None else shortened(error, LONGEST_ERROR)
         return self
 
     def report(self, **values: Any) -> None:
@@ -279,6 +282,11 @@ class Sample:
                 raise ValueError(f"expected a finite number or a dictionary of finite numbers, found {found}")
         self.reward = float(components["reward"])
         self.reward_components = {str(name): float(value) for name, value in components.items() if name != "reward"}
+
+
+def shortened(text: str, limit: int) -> str:
+    """The text, or its first `limit` characters and how many it had."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
 def _is_finite_number(value: Any) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import unicodedata
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,3 +33,32 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> Encoding:
 def decode(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
     """The text of token ids as they are, special tokens included."""
     return tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def has_more_tokens(text: str, tokens: int, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the text certainly has more than `tokens` tokens, told by its length alone, without encoding it."""
+    if len(text) <= tokens:
+        return False
+    longest = characters_a_token(tokenizer)
+    if longest is None or len(text) <= tokens * longest:
+        return False
+    return len(text) > tokens * longest * _COMPOSED or unicodedata.is_normalized("NFC", text)
+
+
+_COMPOSED = 4
+"""The most characters that become one when a text is normalized to NFC."""
+
+
+@lru_cache(maxsize=8)
+def characters_a_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """How many characters of a text in NFC one token stands for at most; None where a token has no such bound.
+
+    It has one if each token stands for bytes of its own, as in the vocabularies of Qwen and Llama 3, and none swallows
+    the space around it.
+    """
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    normalizer = (parts["normalizer"] or {"type": "NFC"})["type"]
+    swallows = any(token["lstrip"] or token["rstrip"] for token in parts["added_tokens"])
+    if '"ByteLevel"' not in json.dumps(parts["pre_tokenizer"]) or normalizer != "NFC" or swallows:
+        return None
+    return max(map(len, tokenizer.get_vocab()))  # written with a letter for each byte, and a character has at least one

@@ -29,9 +29,9 @@ def test_a_broken_slice_is_named(text: str) -> None:
 def test_files_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    assert DataPath.parse("owner/some_set/data/train.parquet@[0:2]").hub_file == (
-        "owner/some_set",
-        "data/train.parquet",
-    )
+    file = ("owner/some_set", "data/train.parquet", None)
+    assert DataPath.parse("owner/some_set/data/train.parquet@[0:2]").hub_file == file
+    assert DataPath.parse("owner/some_set@[0:2]").hub_file == ("owner/some_set", None, None)
+    assert DataPath.parse("owner/set@v1.0/a.jsonl@[:2]").hub_file == ("owner/set", "a.jsonl", "v1.0")
     for local in ("/owner/set/train.parquet", "./set/train.parquet", "set/train.parquet", "data/set/train.parquet"):
         assert DataPath.parse(local).hub_file is None

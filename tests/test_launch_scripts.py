@@ -166,6 +166,16 @@ def test_more_gpus_than_there_are_are_refused(hooks: dict[str, str]):
     assert "4 = max(4, 4), colocated" in result.stderr
 
 
+def test_data_may_be_on_the_hub_or_here(hooks: dict[str, str], tmp_path: Path):
+    hub = dry_run(*STAND_IN, **hooks, TRAIN_DATA="someone/some_set", EVAL_DATA="someone/some_set@v1/a.jsonl@[0:9]")
+    assert hub.returncode == 0, hub.stderr
+    assert "prompt-data" not in hub.stdout
+    for local in ("set/train.parquet", "data/set/train.parquet@[0:9]", str(tmp_path / "a.parquet")):
+        found = dry_run(*STAND_IN, **hooks, TRAIN_DATA=local, EVAL_DATA="someone/some_set")
+        place = local.removesuffix("@[0:9]") if local.startswith("/") else ROOT / local.removesuffix("@[0:9]")
+        assert f"--prompt-data: expected a parquet or JSONL file, found none at {place}" in found.stdout + found.stderr
+
+
 def test_an_unknown_model_is_refused():
     result = dry_run(MODEL="qwen9")
     assert result.returncode == 2

@@ -35,7 +35,7 @@ if not __package__:  # run as a script: make the project importable
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sleuth.arguments import Args, Group, check_files, check_tokenizer, parse_args
-from sleuth.cluster.preflight import ask_services, with_hook_settings, with_model
+from sleuth.cluster.preflight import ask_services, bare_questions, with_hook_settings, with_model
 from sleuth.data import PromptRow, load_rows
 from sleuth.data_path import DataPath
 from sleuth.engine.server import EngineServer, EngineStartError
@@ -54,6 +54,7 @@ from sleuth.rollout.engine_client import EngineClient, EngineError, embedding_si
 from sleuth.rollout.hook_runner import UNUSABLE, HookRunner, load_hooks, user_traceback
 from sleuth.rollout.loop import fresh_sample, rollout_parameters
 from sleuth.sample import Sample, SampleStatus
+from sleuth.secrets import redact
 from tools.view_trajectories import render
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "data/demo/model"
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with engine_of(trial.args) as url:
             outcomes = asyncio.run(run(trial, url))
     except (ValueError, OSError, EngineError, EngineStartError) as error:
-        sys.stderr.write(f"error: {_one_line(error)}\n")
+        sys.stderr.write(f"error: {redact(_one_line(error))}\n")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -149,6 +150,8 @@ def prepare(args: TryArgs) -> Trial:
     check_tokenizer(tokenizer, vocab_size)
     scripts = read_scripts(args.scripted, args.rows) if args.scripted else None
     rows = read_rows(args, tokenizer, len(scripts) if scripts else args.rows or ROWS)
+    for warning in bare_questions(args, {args.prompt_data: rows}):
+        sys.stderr.write(f"warning: {warning}\n")
     if args.search_check and (trouble := ask_services(args, modules)):
         raise ValueError(trouble)
     return Trial(args, tokenizer, vocab_size, rows, scripts)

@@ -58,9 +58,14 @@ class AllFlags(
         return self.actor_world_size // (model_parallel * self.context_parallel_size)
 
     @property
+    def without_engines(self) -> bool:
+        """Whether samples are read: in supervised training, and with --debug-train-only."""
+        return self.loss_type == "sft" or self.debug_train_only is not None
+
+    @property
     def num_engines(self) -> int:
-        """The number of SGLang servers; 0 in supervised training."""
-        return 0 if self.loss_type == "sft" else (self.rollout_num_gpus or 0) // self.rollout_num_gpus_per_engine
+        """The number of SGLang servers; 0 where samples are not generated."""
+        return 0 if self.without_engines else (self.rollout_num_gpus or 0) // self.rollout_num_gpus_per_engine
 
     @property
     def total_gpus(self) -> int:

@@ -11,6 +11,7 @@ from pydantic import ValidationInfo, model_validator
 from sleuth.arguments.all_flags import AllFlags
 from sleuth.arguments.checks import find_problems
 from sleuth.arguments.sglang_flags import options_to_yaml
+from sleuth.secrets import masked
 
 
 class Args(AllFlags):
@@ -24,11 +25,11 @@ class Args(AllFlags):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """All values in types that JSON has. They contain no secrets: keys come from the environment."""
-        return self.model_dump(mode="json")
+        """All values in types that JSON has, to be shown and logged: secrets are masked."""
+        return {name: masked(value) for name, value in self.model_dump(mode="json").items()}
 
     def to_yaml(self) -> str:
-        """All values as YAML that `--custom-config-path` reads back."""
+        """All values as YAML that `--custom-config-path` reads back, once each masked secret is put in."""
         values = self.to_dict()
         del values["custom_config_path"]
         custom = values.pop("custom_config", {})  # in a section, null is a value

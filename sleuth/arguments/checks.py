@@ -9,7 +9,8 @@ from typing import Any
 from sleuth.arguments.all_flags import AllFlags
 from sleuth.arguments.switches import flag, ineffective_flags
 from sleuth.data_path import DataPath
-from sleuth.hooks.settings import may_be_secret
+from sleuth.prompt_templates import PromptTemplate
+from sleuth.secrets import MASK, is_secret
 
 
 def find_problems(args: AllFlags, given: Collection[str] = ()) -> list[str]:
@@ -26,6 +27,7 @@ def find_problems(args: AllFlags, given: Collection[str] = ()) -> list[str]:
         _model_flags,
         _loss,
         _slices,
+        _prompt_template,
         _evaluation,
         _secrets,
     )
@@ -79,7 +81,7 @@ def _layout(args: AllFlags) -> Iterator[str]:
 
 
 def _placement(args: AllFlags) -> Iterator[str]:
-    if args.loss_type == "sft":
+    if args.without_engines:
         return
     if args.rollout_num_gpus is None:
         yield (
@@ -235,6 +237,10 @@ def _loss(args: AllFlags) -> Iterator[str]:
         yield f"expected --min-lr <= --lr, found {args.min_lr} > {args.lr}; lower --min-lr"
     if args.loss_type == "sft" and args.n_samples_per_prompt != 1:
         yield f"--loss-type sft: expected --n-samples-per-prompt 1, found {args.n_samples_per_prompt}; drop it"
+    if args.debug_train_only is not None and args.debug_rollout_only:
+        yield "--debug-train-only and --debug-rollout-only leave nothing to do; drop one of them"
+    if args.loss_type == "sft" and args.debug_train_only is not None:
+        yield "--debug-train-only: supervised training has no rollouts to read; drop it, or --loss-type sft"
     if args.loss_type == "sft" and args.debug_rollout_only:
         yield "--debug-rollout-only: supervised training has no rollouts; drop it, or --loss-type sft"
 
@@ -253,6 +259,20 @@ def _slices(args: AllFlags) -> Iterator[str]:
             DataPath.parse(path)
         except ValueError as error:
             yield str(error)
+
+
+def _prompt_template(args: AllFlags) -> Iterator[str]:
+    if args.prompt_template is not None:
+        try:
+            template = PromptTemplate.load(args.prompt_template)
+        except ValueError as error:
+            yield str(error)
+            return
+        if not isinstance(template.template, str) and not args.apply_chat_template:
+            yield (
+                f"--prompt-template {args.prompt_template} makes messages, which need --apply-chat-template; add it, "
+                "or give a text"
+            )
 
 
 def _evaluation(args: AllFlags) -> Iterator[str]:
@@ -274,13 +294,27 @@ def _evaluation(args: AllFlags) -> Iterator[str]:
 
 def _secrets(args: AllFlags) -> Iterator[str]:
     for path in _secret_paths(args.custom_config, ""):
-        yield f"{path}: secrets do not belong in configuration files, which are printed and saved; use the environment"
+        yield f"{path}: secrets do not belong in configuration files; use the environment"
+    for path in _masked_paths({**args.custom_config, "search_url": args.search_url}, ""):
+        yield f"{path}: expected its value, found {MASK}, which stands for a secret in files of a run; put it in"
 
 
 def _secret_paths(value: Any, path: str) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            if may_be_secret(key) and isinstance(inner, str) and inner and not inner.startswith("env:"):
+            plain = isinstance(inner, str) and inner not in ("", MASK) and not inner.startswith("env:")
+            if is_secret(key) and plain:
                 yield f"{path}{key}"  # `env:` only names a variable
             else:
                 yield from _secret_paths(inner, f"{path}{key}.")
+
+
+def _masked_paths(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _masked_paths(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _masked_paths(inner, path)
+    elif isinstance(value, str) and (value == MASK or f"://{MASK}@" in value or f"={MASK}" in value):
+        yield path

@@ -10,7 +10,7 @@ from typing import Any
 
 from sleuth.arguments.args import Args
 from sleuth.arguments.parser import ArgumentsError
-from sleuth.checkpoints import TRACKER, find_checkpoint, holds_checkpoint, read_description, resuming_problem
+from sleuth.checkpoints import JOURNAL, TRACKER, find_checkpoint, holds_checkpoint, read_description, resuming_problem
 from sleuth.data_path import DataPath
 from sleuth.engine.launch import missing_engine
 from sleuth.paths import check_writable
@@ -22,11 +22,21 @@ def check_files(args: Args) -> None:
         *_model_problems(Path(args.hf_checkpoint)),
         *_checkpoint_problems(args),
         *_data_problems(args),
+        *_journal_problems(args),
         *_output_problems(args),
         *_package_problems(args),
     ]
     if problems:
         raise ArgumentsError("files are missing\n  " + "\n  ".join(problems))
+
+
+def _journal_problems(args: Args) -> Iterator[str]:
+    folder = args.debug_train_only
+    if folder is not None and not any((folder / JOURNAL).glob("step_*")):
+        yield (
+            f"--debug-train-only: expected the --save of a run, with a folder {JOURNAL} in it, found none in {folder}; "
+            "its first run writes one, unless --no-rollout-journal is given"
+        )
 
 
 def read_hf_config(args: Args) -> dict[str, Any]:
@@ -128,7 +138,10 @@ def _data_problems(args: Args) -> Iterator[str]:
     for what, path in named.items():
         data = DataPath.parse(path)
         if not Path(data.path).is_file() and data.hub_file is None:
-            yield f"{what}: expected a parquet or JSONL file, found none at {data.path}; correct the path"
+            yield (
+                f"{what}: expected a parquet or JSONL file, found none at {data.path}; correct the path, or make one "
+                "with `python tools/prepare_data.py`; owner/set is a data set of the Hugging Face hub"
+            )
 
 
 def _package_problems(args: Args) -> Iterator[str]:

@@ -25,6 +25,7 @@ from sleuth.arguments.neighbours import SAME_AS, UNSUPPORTED
 from sleuth.arguments.run_flags import Group
 from sleuth.arguments.sections import FileEntry, assign_sections
 from sleuth.arguments.sglang_flags import PREFIX, clashes, is_option, option_from_yaml, take_options
+from sleuth.secrets import hide, shown, without_passwords
 
 NOT_FLAGS = {"custom_config", "sglang_options"}
 
@@ -62,6 +63,7 @@ def parse_args(argv: Sequence[str] | None = None, *, model: type[GroupT] = Args)
         if problems:
             raise ArgumentsError(_list_problems(problems))
         values |= sections
+    hide(*values.values())
     try:
         return model.model_validate(values, context={"given": frozenset(given)})
     except ValidationError as error:
@@ -210,14 +212,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ArgumentsError(f"--custom-config-path: expected a mapping of flags in {path}, found {values!r:.80}")
+        raise ArgumentsError(f"--custom-config-path: expected a mapping of flags in {path}, found {shown(values)}")
     return values
 
 
 def _unknown_sentences(words: Sequence[str], model: type[Group]) -> Iterator[str]:
     flags = [word for word in words if word.startswith("--")]
     if not flags:
-        yield f"expected flags, found {' '.join(words)}; a value belongs behind its flag"
+        yield f"expected flags, found {without_passwords(' '.join(words))}; a value belongs behind its flag"
     for word in flags:
         yield _unknown(word.split("=")[0], model, prefix="--")
 
@@ -246,7 +248,7 @@ def _sentences(error: ValidationError, model: type[Group]) -> Iterator[str]:
             yield f"{flag(name)} is required: {model.model_fields[name].description}"
         else:
             found = item["input"]
-            yield f"{flag(name)}: {message}, found {found!r}. {model.model_fields[name].description}"
+            yield f"{flag(name)}: {message}, found {shown(found)}. {model.model_fields[name].description}"
 
 
 def _list_problems(problems: Sequence[str] | Iterator[str]) -> str:

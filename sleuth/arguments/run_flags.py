@@ -86,11 +86,16 @@ class CheckpointArgs(Group):
         20, description="Steps between checkpoints in --save; the last step is always saved."
     )
     save_keep: NonNegativeInt = Field(
-        3, description="How many of the latest checkpoints to keep in --save; 0 keeps all."
+        3, description="How many of the latest checkpoints to keep in --save; 0 keeps all, and all of the journal."
     )
     save_on_exit: bool = Field(
         True,
         description="With --save: on ctrl-C or SIGTERM save the last whole step first, within 60 s.",
+    )
+    rollout_journal: bool = Field(
+        True,
+        description="With --save: write each finished sample to the folder journal in it, so that a run that goes on "
+        "from a checkpoint (--load) takes the samples of an interrupted run instead of generating new ones.",
     )
     run_dir: Path = Field(
         default_factory=_start_time_folder,
@@ -134,7 +139,11 @@ def _colocated_gpus(data: dict[str, Any]) -> int | None:
 class DataArgs(Group):
     """Prompt data"""
 
-    prompt_data: str = Field(description="Parquet or JSONL file of the training prompts; path@[a:b] takes rows a to b.")
+    prompt_data: str = Field(
+        description="Parquet or JSONL file of the training prompts; path@[a:b] takes rows a to b. "
+        "owner/set[@revision][/file], where there is no such file here, is a data set of the Hugging Face hub "
+        "[its train.parquet]."
+    )
     input_key: str = Field(
         "prompt", description="Column of --prompt-data that holds the prompt: a string or a list of messages."
     )
@@ -149,12 +158,18 @@ class DataArgs(Group):
     tool_key: str | None = Field(
         None, description="Column of the prompt data that holds the tools offered to the chat template."
     )
+    prompt_template: str | None = Field(
+        None,
+        description="Instruction for rows that hold a bare question, in training and evaluation: tags (the protocol of "
+        "generate_with_search.py), tools (that of generate_with_tools.py), or a text file with {question} in it; in a "
+        ".json file, a list of messages [prompts as they are].",
+    )
     apply_chat_template: bool = Field(False, description="Render prompts with the tokenizer's chat template.")
     apply_chat_template_kwargs: JsonObject = Field(
         default_factory=dict, description="JSON object of further arguments of the tokenizer's chat template."
     )
     data_source_filter: list[str] | None = Field(
-        None, description="Keep only rows of the prompt data whose data_source column is one of these [all rows]."
+        None, description="Train only on rows of --prompt-data whose data_source column is one of these [all rows]."
     )
     rollout_shuffle: bool = Field(
         False, description="Shuffle the training prompts anew in every epoch, in an order that --seed decides."
@@ -217,6 +232,11 @@ class RolloutArgs(Group):
         description="Run without a trainer and its GPUs: generate and score --num-rollout steps with the weights of "
         "--hf-checkpoint, write trajectories and metrics, then end. No evaluation.",
     )
+    debug_train_only: Path | None = Field(
+        None,
+        description="Run without engines: train on the samples of another run's journal. Names the folder of its "
+        "checkpoints (--save). No evaluation. Leave the other flags as they were in that run.",
+    )
 
 
 class EvalArgs(Group):
@@ -227,7 +247,8 @@ class EvalArgs(Group):
     )
     eval_prompt_data: list[str] | None = Field(
         None,
-        description="Evaluation sets, each a name and a file: NAME PATH [NAME PATH ...]; PATH@[a:b] takes rows a to b.",
+        description="Evaluation sets, each a name and a file: NAME PATH [NAME PATH ...]; PATH@[a:b] takes rows a to b, "
+        "and owner/set is the test.parquet of a data set on the Hugging Face hub.",
     )
     eval_input_key: str = Field(
         default_factory=lambda data: data["input_key"],
@@ -236,6 +257,10 @@ class EvalArgs(Group):
     eval_label_key: str = Field(
         default_factory=lambda data: data["label_key"],
         description="Column of the evaluation files that holds the label [--label-key].",
+    )
+    eval_data_source_filter: list[str] | None = Field(
+        None,
+        description="Evaluate only rows of --eval-prompt-data whose data_source column is one of these [all rows].",
     )
     n_samples_per_eval_prompt: PositiveInt = Field(1, description="Trajectories sampled for each evaluation prompt.")
     eval_temperature: list[Annotated[float, Field(ge=0.0)]] = Field(

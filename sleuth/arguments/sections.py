@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from sleuth.arguments.checks import flag
 from sleuth.hooks.loader import flags_left_out, hook_modules
 from sleuth.hooks.settings import FREE_SECTION, Settings, declared_settings, lookup, merged, nested, unknown_key
+from sleuth.secrets import shown
 
 MANY = 4
 """From so many unknown keys on, a file is taken for that of a hook that no flag names."""
@@ -69,7 +70,7 @@ def _collect(
     for path, key, name, value in entries:
         if name in names:
             if value is not None and not isinstance(value, Mapping):
-                yield f"{path}: expected a mapping under {key}:, found {value!r:.80}"
+                yield f"{path}: expected a mapping under {key}:, found {shown(value, key)}"
                 continue
             sections[name] = merged(sections.get(name, {}), value or {})  # null: all of its keys are commented out
         elif name in flat:
@@ -79,7 +80,8 @@ def _collect(
     for (section, name), value in top.items():
         inside = sections.setdefault(section, {})
         if name in inside and inside[name] != value:
-            yield f"{name} is given at the top level as {value!r} and under {section}: as {inside[name]!r}; keep one"
+            both = f"{shown(value, name)} and under {section}: as {shown(inside[name], name)}"
+            yield f"{name} is given at the top level as {both}; keep one"
         inside[name] = value
 
 
@@ -121,8 +123,7 @@ def _join_flags(
         if name in given:
             sections[cls.section] = merged(sections[cls.section], nested(key, given[name]))
         elif name in values and values[name] != in_section:
-            yield (
-                f"{flag(name)} is given as {values[name]!r} and under {cls.section}: as {key}: {in_section!r}; keep one"
-            )
+            both = f"{shown(values[name], name)} and under {cls.section}: as {key}: {shown(in_section, key)}"
+            yield f"{flag(name)} is given as {both}; keep one"
         else:
             result[name] = in_section

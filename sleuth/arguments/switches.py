@@ -49,7 +49,8 @@ TABLE = (
     _needs("finetune", "load"),
     _needs("apply_chat_template_kwargs tool_key", "apply_chat_template"),
     _needs(
-        "n_samples_per_eval_prompt eval_temperature eval_top_p eval_max_response_len eval_input_key eval_label_key",
+        "n_samples_per_eval_prompt eval_temperature eval_top_p eval_max_response_len eval_input_key eval_label_key "
+        "eval_data_source_filter",
         "eval_interval",
     ),
     Dependent(
@@ -99,7 +100,7 @@ TABLE = (
         "has an effect only with --loss-type sft; add it, or drop {flag}",
     ),
     Dependent(
-        "use_kl_loss use_tis kl_coef overlong_buffer_len score_old_log_probs entropy_coef eps_clip_c "
+        "prompt_template use_kl_loss use_tis kl_coef overlong_buffer_len score_old_log_probs entropy_coef eps_clip_c "
         "disable_grpo_std_normalization dynamic_sampling_filter_path eval_interval max_logprob_diff",
         lambda args: args.loss_type != "sft",
         "has no effect with --loss-type sft; drop {flag}",

@@ -12,6 +12,7 @@ from sleuth.arguments.args import Args
 from sleuth.arguments.checks import flag
 from sleuth.arguments.parser import NOT_FLAGS, groups_of
 from sleuth.engine.option_names import option_flag
+from sleuth.secrets import masked
 
 
 def config_table(args: Args, *, only_changed: bool = False) -> Renderables:
@@ -23,9 +24,10 @@ def config_table(args: Args, *, only_changed: bool = False) -> Renderables:
         if names:
             tables.append(_group_table((group.__doc__ or "").split(". ")[0].split(" (")[0], names, args))
     if args.sglang_options:
-        rows = [(option_flag(name), " ".join(words), "bold") for name, words in args.sglang_options.items()]
+        shown = masked(args.sglang_options)
+        rows = [(option_flag(name), " ".join(words), "bold") for name, words in shown.items()]
         tables.append(_table("Options of SGLang's own", rows))
-    for section, values in args.custom_config.items():
+    for section, values in masked(args.custom_config).items():
         tables.append(_table(f"Settings of the hooks: {section}", [(*row, "") for row in flattened(values)]))
     return Renderables(*tables)
 
@@ -40,7 +42,7 @@ def flattened(values: Any, prefix: str = "") -> list[tuple[str, str]]:
 def _group_table(title: str, names: list[str], args: Args) -> Table:
     given = args.model_fields_set
     return _table(
-        title, [(flag(name), _text(getattr(args, name)), "bold" if name in given else "dim") for name in names]
+        title, [(flag(name), _text(masked(getattr(args, name))), "bold" if name in given else "dim") for name in names]
     )
 
 

@@ -23,6 +23,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -32,6 +33,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from sleuth.arguments import Args
 from sleuth.cluster.ray_environment import cluster_address, prepare_environment
 from sleuth.engine.devices import check_granted
+from sleuth.leftovers import record
 
 PLACEMENT_TIMEOUT_SECONDS = 120.0
 NOT_SET_BY_RAY = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -51,11 +53,18 @@ def ray_session(args: Args) -> Iterator[None]:
         # These are slots, not cores: a laptop may have fewer cores than ranks, which then take turns.
         slots = max(os.cpu_count() or 1, args.total_gpus) + 1
         ray.init(address="local", num_cpus=slots, include_dashboard=False, log_to_driver=True, configure_logging=False)
+        record(session_folder())
     signal.signal(signal.SIGTERM, on_sigterm)  # ray.init replaced the caller's handler
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def session_folder() -> Path:
+    """Where the Ray that this process is connected to keeps its logs and sockets."""
+    node: Any = ray._private.worker._global_node
+    return Path(node.get_session_dir_path())
 
 
 def cluster_has_gpus() -> bool:

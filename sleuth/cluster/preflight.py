@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sleuth.arguments import Args, ArgumentsError, check_files, check_model, read_hf_config
 from sleuth.arguments.checks import flag
 from sleuth.arguments.model_check import fit_to_model
 from sleuth.arguments.model_scripts import known_model, known_models
-from sleuth.hooks import Settings, check_hooks, declared_settings, hook_modules, resolve_sections
+from sleuth.hooks import Settings, check_hooks, declared_settings, hook_modules, load_hook, resolve_sections
 from sleuth.memory_plan import checkpoints_kept
 from sleuth.paths import nearest_existing
+from sleuth.prompt_templates import lack_instruction
+
+if TYPE_CHECKING:
+    from sleuth.data import PromptRow
 
 logger = logging.getLogger(__name__)
 
@@ -36,21 +41,28 @@ def preflight(args: ArgsT, *, planning: bool = False, warn: Callable[[str], None
     missing = _complaint(check_files, args)
     if missing and not planning:
         raise ArgumentsError(missing)
+    checked: dict[str, list[PromptRow]] = {}
     args = with_model(args, planning=planning)
     if args.sglang_options:
         check_sglang_options(args, planning=planning, warn=warn)
+    if not missing:
+        try:
+            checked = check_data(args)
+        except FileNotFoundError as error:  # the hub did not give it, which a plan can do without
+            if not planning:
+                raise
+            missing = str(error)
     if missing:
         warn(missing)
     else:
-        check_data(args)
-        for warning in (*unwinnable_rows(args, modules), check_disk(args)):
+        for warning in (*bare_questions(args, checked), *unwinnable_rows(args, modules), check_disk(args)):
             if warning:
                 warn(warning)
     if not planning:
         from sleuth.cluster.ray_environment import check_ray  # imports Ray, which a plan does not need
 
         check_ray(args)
-    if args.search_check:
+    if args.search_check and not args.debug_train_only:
         trouble = ask_services(args, modules)
         if trouble and not planning:
             raise ValueError(trouble)
@@ -124,8 +136,11 @@ def ask_services(args: Args, modules: Sequence[ModuleType]) -> str | None:
     return None
 
 
-def check_data(args: Args) -> None:
-    """Raise ValueError or OSError if tokenizer, prompts or labels do not fit; only the first rows are read."""
+def check_data(args: Args) -> dict[str, list[PromptRow]]:
+    """The first rows of each file of prompts; only these are read.
+
+    Raises ValueError or OSError if tokenizer, prompts or labels do not fit.
+    """
     from transformers import AutoTokenizer
 
     from sleuth.arguments import check_tokenizer
@@ -136,10 +151,31 @@ def check_data(args: Args) -> None:
     check_tokenizer(tokenizer, embedding_size(args.hf_checkpoint))
     if args.loss_type == "sft":
         check_sft_rows(args.prompt_data, tokenizer)
-        return
-    check_rows(args.prompt_data, args, tokenizer)
+        return {}
+    checked = {args.prompt_data: check_rows(args.prompt_data, args, tokenizer)}
     for path in args.eval_sets.values():
-        check_rows(path, args, tokenizer, evaluation=True)
+        checked[path] = check_rows(path, args, tokenizer, evaluation=True)
+    return checked
+
+
+def bare_questions(args: Args, rows: Mapping[str, Sequence[PromptRow]]) -> Iterator[str]:
+    """A sentence for each file whose prompts do not say what the generate hook's protocol is.
+
+    The module of such a hook names the `--prompt-template` that does, as PROMPT_TEMPLATE.
+    """
+    if args.custom_generate_function_path is None or args.prompt_template is not None:
+        return
+    generate = load_hook(args.custom_generate_function_path, "generate")
+    template = getattr(sys.modules[generate.__module__], "PROMPT_TEMPLATE", None)
+    if template is None:
+        return
+    for path, checked in rows.items():
+        if lack_instruction([row.prompt for row in checked]):
+            yield (
+                f"the prompts of {path} are bare questions, such as {str(checked[0].prompt)[:80]!r}: nothing tells the "
+                f"model how to search and answer; add --prompt-template {template}, or a file with the words that the "
+                "model knows"
+            )
 
 
 def unwinnable_rows(args: Args, modules: Sequence[ModuleType]) -> list[str]:

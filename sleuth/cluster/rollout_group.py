@@ -21,6 +21,7 @@ from sleuth.cluster.memory_turns import Turn
 from sleuth.cluster.placement import Placement
 from sleuth.rollout.collector import relax_garbage_collector
 from sleuth.rollout.manager import RolloutManager, SupervisedManager
+from sleuth.rollout.replay import ReplayManager
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +36,23 @@ class StepRefs:
     metrics: dict[str, float]
 
 
+def make_manager(args: Args, run_dir: Path) -> RolloutManager | SupervisedManager | ReplayManager:
+    """The manager for `args`: samples come from engines, from finished trajectories, or from a journal."""
+    if args.loss_type == "sft":
+        return SupervisedManager(args)
+    return ReplayManager(args) if args.debug_train_only else RolloutManager(args, run_dir)
+
+
 class RolloutActor:
-    """Runs the manager in a process of its own: a RolloutManager, or a SupervisedManager with `--loss-type sft`."""
+    """Runs the manager in a process of its own."""
 
     def __init__(self, args: Args, run_dir: Path) -> None:
-        configure_logging(run_dir, "rollout")
+        configure_logging(run_dir, "rollout", args)
         self.args, self.run_dir = args, run_dir
 
     def load(self) -> None:
         """Load data and hooks. The constructor does not: Ray would wrap a user's error there in one of its own."""
-        supervised = self.args.loss_type == "sft"
-        self.manager: RolloutManager | SupervisedManager = (
-            SupervisedManager(self.args) if supervised else RolloutManager(self.args, self.run_dir)
-        )
+        self.manager = make_manager(self.args, self.run_dir)
         relax_garbage_collector()
 
     def connect(self, engine_urls: list[str], state: dict[str, Any]) -> list[int]:

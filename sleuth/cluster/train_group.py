@@ -34,7 +34,7 @@ class TrainActor:
     """One rank of the Megatron trainer."""
 
     def __init__(self, args: Args, run_dir: Path, rank: int, world_size: int, gpu_id: str | None) -> None:
-        configure_logging(run_dir, f"trainer_{rank}")
+        configure_logging(run_dir, f"trainer_{rank}", args)
         self.args, self.run_dir, self.rank = args, run_dir, rank
         self.gpu_ids = [] if gpu_id is None else [gpu_id]
         self._broadcast: BroadcastGroup | None = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,11 +17,12 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from sleuth.arguments import Args
-from sleuth.data.labels import is_blank
 from sleuth.data.messages import Prompt, read_prompt, read_tools
 from sleuth.data.records import CHECKED_ROWS, Records, read_records
 from sleuth.data.render import PromptRenderer
 from sleuth.data.stream import RowStream
+from sleuth.labels import is_blank
+from sleuth.prompt_templates import PromptTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class PromptStream(RowStream[PromptRow]):
 def load_rows(
     path: str, args: Args, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool = False
 ) -> list[PromptRow]:
-    """The prompts of `path[@[a:b]]` in file order, rendered once.
+    """The prompts of `path[@[a:b]]` in file order, rendered once, within --prompt-template where it is given.
 
     The columns are those of the flags (`--eval-input-key` and `--eval-label-key` if `evaluation`). A column
     `data_source`, where there is one, goes into each row's metadata. Prompts that leave no token of the context to
@@ -72,11 +72,13 @@ def load_rows(
     return rows
 
 
-def check_rows(path: str, args: Args, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool = False) -> None:
-    """Raise what `load_rows` would raise for the first rows: a quick check before anything expensive starts."""
+def check_rows(
+    path: str, args: Args, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool = False
+) -> list[PromptRow]:
+    """The first rows; raises what `load_rows` would raise for them: a quick check before anything expensive starts."""
     keys = Keys.of(args, evaluation)
-    records = _read(path, keys, limit=None if args.data_source_filter else CHECKED_ROWS)
-    deque(islice(_iter_rows(records, keys, args, tokenizer), CHECKED_ROWS), maxlen=0)
+    records = _read(path, keys, limit=None if keys.sources else CHECKED_ROWS)
+    return list(islice(_iter_rows(records, keys, args, tokenizer), CHECKED_ROWS))
 
 
 def check_labels(path: str, args: Args, can_win: Callable[[Any], bool], *, evaluation: bool = False) -> str | None:
@@ -86,9 +88,9 @@ def check_labels(path: str, args: Args, can_win: Callable[[Any], bool], *, evalu
     that error is raised again with file, row and column.
     """
     keys = Keys.of(args, evaluation)
-    records = read_records(path, {keys.label, "data_source"})
+    records = read_records(path, {keys.label, "data_source"}, default_file=keys.default_file)
     records.require(keys.label, keys.label_flag)
-    lost, selected = [], _selected(records, args.data_source_filter)
+    lost, selected = [], _selected(records, keys)
     for index, record in selected:
         try:
             if not can_win(record.get(keys.label)):
@@ -106,22 +108,34 @@ def check_labels(path: str, args: Args, can_win: Callable[[Any], bool], *, evalu
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The columns that the flags name, and the names of those flags."""
+    """The columns and rows that the flags of training, or those of evaluation, name."""
 
     input: str
     label: str
     tools: str | None
     metadata: str
-    input_flag: str
-    label_flag: str
+    prefix: str
+    """What the flags begin with: `--`, or `--eval-`."""
+    sources: list[str] | None
+    """The wanted data sources [all]."""
+    default_file: str
+    """Which file of a hub's data set is meant where none is named."""
 
     @classmethod
     def of(cls, args: Args, evaluation: bool) -> Keys:
+        common = (args.tool_key, args.metadata_key)
         if evaluation:
-            columns, flags = (args.eval_input_key, args.eval_label_key), ("--eval-input-key", "--eval-label-key")
-        else:
-            columns, flags = (args.input_key, args.label_key), ("--input-key", "--label-key")
-        return cls(*columns, args.tool_key, args.metadata_key, *flags)
+            columns = (args.eval_input_key, args.eval_label_key)
+            return cls(*columns, *common, "--eval-", args.eval_data_source_filter, "test.parquet")
+        return cls(args.input_key, args.label_key, *common, "--", args.data_source_filter, "train.parquet")
+
+    @property
+    def input_flag(self) -> str:
+        return f"{self.prefix}input-key"
+
+    @property
+    def label_flag(self) -> str:
+        return f"{self.prefix}label-key"
 
 
 def _read(path: str, keys: Keys, limit: int | None = None) -> Records:
@@ -129,9 +143,9 @@ def _read(path: str, keys: Keys, limit: int | None = None) -> Records:
     if keys.tools:
         needed[keys.tools] = "--tool-key"
     columns = {*needed, keys.metadata, "data_source"}
-    records = read_records(path, columns, limit)
+    records = read_records(path, columns, limit, default_file=keys.default_file)
     if limit is not None and not set(needed) <= set(records.columns):
-        records = read_records(path, columns)  # in JSONL only later rows may have a key
+        records = read_records(path, columns, default_file=keys.default_file)  # in JSONL only later rows may have a key
     for column, flag in needed.items():
         records.require(column, flag)
     return records
@@ -139,11 +153,14 @@ def _read(path: str, keys: Keys, limit: int | None = None) -> Records:
 
 def _iter_rows(records: Records, keys: Keys, args: Args, tokenizer: PreTrainedTokenizerBase) -> Iterator[PromptRow]:
     renderer = PromptRenderer(tokenizer, args.apply_chat_template, args.apply_chat_template_kwargs)
+    template = PromptTemplate.load(args.prompt_template) if args.prompt_template else None
     one_object: dict[int, int] = {}  # for each token id: a list of new integers takes five times the memory
-    for index, record in _selected(records, args.data_source_filter):
+    for index, record in _selected(records, keys):
         row = f"row {index} of {records.path}"
         where = f"{row}, column {keys.input!r} ({keys.input_flag})"
         prompt = read_prompt(record.get(keys.input), where, padded=records.padded)
+        if template is not None:
+            prompt = template.fill(_question(prompt, where, keys))
         tools = None
         if keys.tools:
             tools_where = f"{row}, column {keys.tools!r} (--tool-key)"
@@ -154,16 +171,28 @@ def _iter_rows(records: Records, keys: Keys, args: Args, tokenizer: PreTrainedTo
         yield PromptRow(index, prompt, ids, record.get(keys.label), metadata, records.path)
 
 
-def _selected(records: Records, sources: list[str] | None) -> list[tuple[int, dict[str, Any]]]:
+def _question(prompt: Prompt, where: str, keys: Keys) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    raise ValueError(
+        f"--prompt-template expects a bare question, a text, in {where}; found a list of messages, which may hold an "
+        f"instruction already: name the column of the questions with {keys.input_flag}, or drop --prompt-template"
+    )
+
+
+def _selected(records: Records, keys: Keys) -> list[tuple[int, dict[str, Any]]]:
     """The records of the wanted data sources, each with its row number in the file."""
     numbered = list(enumerate(records.rows, start=records.first))
-    if sources is None:
+    if keys.sources is None:
         return numbered
-    records.require("data_source", "--data-source-filter")
-    selected = [(index, row) for index, row in numbered if row.get("data_source") in sources]
+    flag = f"{keys.prefix}data-source-filter"
+    records.require("data_source", flag)
+    selected = [(index, row) for index, row in numbered if row.get("data_source") in keys.sources]
     if not selected:
         found = sorted({str(row.get("data_source")) for row in records.rows})
-        raise ValueError(f"no row of {records.path} has a data_source of {sources}; found {', '.join(found)}")
+        raise ValueError(
+            f"no row of {records.path} has a data_source of {keys.sources} ({flag}); found {', '.join(found)}"
+        )
     return selected
 
 

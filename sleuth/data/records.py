@@ -1,4 +1,4 @@
-"""Reads rows from parquet and JSONL files: `path`, `path@[a:b]`, or a file of a Hugging Face data set.
+"""Reads rows from parquet and JSONL files: `path`, `path@[a:b]`, or a Hugging Face data set.
 
 It reads only the columns and rows that are asked for, and knows nothing of prompts or tokenizers.
 """
@@ -17,9 +17,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sleuth.data_path import DataPath
+from sleuth.data.hub import fetch
+from sleuth.data_path import SUFFIXES, DataPath
 
-SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
 CHECKED_ROWS = 16
 """How many of the first rows are looked at before a run starts."""
 BATCH_ROWS = 1024
@@ -56,15 +56,18 @@ class Records:
             )
 
 
-def read_records(text: str, columns: Collection[str] | None = None, limit: int | None = None) -> Records:
+def read_records(
+    text: str, columns: Collection[str] | None = None, limit: int | None = None, *, default_file: str = "train.parquet"
+) -> Records:
     """The rows that `path[@[a:b]]` names, or only the first `limit` of them, with these columns [all].
 
-    Values are plain Python; an Arrow map becomes a dictionary. A path `owner/repo/file` that does not exist on this
-    machine is downloaded from the data sets of the Hugging Face hub. Raises ValueError for an unknown kind of file, a
-    broken file or line, or if there are no rows; FileNotFoundError if the file is neither here nor on the hub.
+    Values are plain Python; an Arrow map becomes a dictionary. A path `owner/set[@revision][/file]` that does not exist
+    on this machine is downloaded from the data sets of the Hugging Face hub; without a file it is `default_file`.
+    Raises ValueError for an unknown kind of file, a broken file or line, or if there are no rows; FileNotFoundError if
+    the file is neither here nor on the hub.
     """
     wanted = DataPath.parse(text)
-    path = _local_file(wanted)
+    path = _local_file(wanted, default_file)
     if not path.name.endswith(SUFFIXES):
         raise ValueError(f"expected a file that ends in {', '.join(SUFFIXES)}, found {wanted.path}")
     read = _read_parquet if path.suffix == ".parquet" else _read_jsonl
@@ -75,21 +78,32 @@ def read_records(text: str, columns: Collection[str] | None = None, limit: int |
     return Records(wanted.path, start, found, rows)
 
 
-def _local_file(wanted: DataPath) -> Path:
+def stream_records(path: Path) -> Iterator[Row]:
+    """All rows of a local file, one after the other, so that memory holds few of them; errors as in `read_records`."""
+    if path.suffix == ".parquet":
+        with _open_parquet(path) as file:
+            before = 0
+            try:
+                for batch in _batches(file, 0, None, file.schema_arrow.names):
+                    yield from _plain_rows(batch, path, before)
+                    before += len(batch)
+            except (pa.ArrowException, OSError) as error:
+                raise _unreadable(path, error) from error
+        return
+    for number, line in _lines(path):
+        yield _parse_line(line, path, number)
+
+
+def _local_file(wanted: DataPath, default_file: str) -> Path:
     path = wanted.path
     if Path(path).is_file():
         return Path(path)
     if wanted.hub_file is None:
-        raise FileNotFoundError(f"no file {path} here; expected a parquet or JSONL file, or owner/repo/file of the hub")
-    from huggingface_hub import hf_hub_download
-
-    repo, file = wanted.hub_file
-    try:
-        return Path(hf_hub_download(repo, file, repo_type="dataset"))
-    except Exception as error:
         raise FileNotFoundError(
-            f"no file {path} here, and the Hugging Face hub did not give {file} of the data set {repo}: {error}"
-        ) from error
+            f"no file {path} here; expected a parquet or JSONL file, or owner/set[/file] of the hub"
+        )
+    repo, file, revision = wanted.hub_file
+    return fetch(repo, file or default_file, revision)
 
 
 def _bounds(path: Path, wanted: slice, limit: int | None) -> tuple[int, int | None]:

@@ -66,8 +66,8 @@ class RowStream(Generic[Row]):
         if difference := self._difference(state):
             raise ValueError(
                 f"the checkpoint's data cursor is for {difference}; load the same --prompt-data (with the same slice, "
-                "columns, filter, chat template and context limit), or take only the weights of the checkpoint "
-                "(--finetune loads weights alone)"
+                "columns, filter, prompt template, chat template and context limit), or take only the weights of the "
+                "checkpoint (--finetune loads weights alone)"
             )
         if (state["seed"], state["shuffle"]) != (self._seed, self._shuffle):
             logger.warning(

@@ -28,6 +28,7 @@ import requests
 
 from sleuth.engine.devices import as_numbers, visible_devices
 from sleuth.engine.process_group import group_members, kill_group, shared_memory_files
+from sleuth.leftovers import record
 from sleuth.loopback import direct_session, without_proxy
 
 logger = logging.getLogger(__name__)
@@ -229,6 +230,7 @@ class EngineServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        record(self._folder, pids=[self._process.pid])
 
     def _wait_until_healthy(self, deadline: float) -> None:
         process = self._process
@@ -244,6 +246,7 @@ class EngineServer:
             time.sleep(POLL_SECONDS)
         assert process is not None
         self._shared_memory = shared_memory_files(process.pid)  # a server that dies by itself leaves it
+        record(*self._shared_memory, pids=[process.pid])
 
     def _start_error(self, what: str) -> EngineStartError:
         return EngineStartError(

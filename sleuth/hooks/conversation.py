@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from sleuth.hooks.context import Generation, rollout_context
 from sleuth.sample import Sample, SampleStatus, Source, StopReason, check_ids
-from sleuth.tokens import decode, encode
+from sleuth.tokens import decode, encode, has_more_tokens
 
 T = TypeVar("T")
 
@@ -133,9 +133,13 @@ class Conversation:
         for ids that the model has no embedding of.
         """
         self._check_unfinished("observe")
-        ids = encode(content, self.tokenizer).ids if isinstance(content, str) else list(map(operator.index, content))
+        if isinstance(content, str):  # megabytes need not be encoded to know that they do not fit
+            too_long = has_more_tokens(content, self.room, self.tokenizer)
+            ids = [] if too_long else encode(content, self.tokenizer).ids
+        else:
+            ids, too_long = list(map(operator.index, content)), False
         check_ids(ids, self.vocab_size)
-        if len(ids) >= self.room:
+        if too_long or len(ids) >= self.room:
             self._end(SampleStatus.TRUNCATED, StopReason.CONTEXT_LIMIT)
             return False
         self.trace.append_observation(ids, source)

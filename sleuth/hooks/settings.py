@@ -20,11 +20,10 @@ from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from sleuth.secrets import may_be_secret, shown
+
 FREE_SECTION = "custom"
 """A section that hooks read as it is, from `args.custom_config["custom"]`; nobody declares or checks it."""
-
-SECRET_WORDS = ("api_key", "apikey", "secret", "password", "token")
-"""A key with one of these names, or that ends in `_` and one of them, may hold a secret: messages do not repeat it."""
 
 
 class SettingsPart(BaseModel):
@@ -127,12 +126,6 @@ def lookup(values: Any, key: str) -> Any:
     return values
 
 
-def may_be_secret(key: Any) -> bool:
-    """Whether the name of a key suggests that its value is a secret."""
-    name = str(key).lower()
-    return any(name == word or name.endswith(f"_{word}") for word in SECRET_WORDS)
-
-
 # --- What a run's hooks declare ---
 
 
@@ -195,7 +188,7 @@ def explain_error(error: Mapping[str, Any], cls: type[BaseModel]) -> str:
 
 
 def _short(error: Mapping[str, Any]) -> str:
-    return f"{error['input']!r:.80}"
+    return shown(error["input"])
 
 
 def known_keys(cls: type[BaseModel], path: Iterable[str]) -> list[str]:

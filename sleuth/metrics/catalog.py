@@ -55,6 +55,11 @@ ROLLOUT = (
         "groups",
         "prompts that `--dynamic-sampling-filter-path` rejected, and that were replaced",
     ),
+    Metric(
+        "rollout/from_journal",
+        "samples",
+        "samples that an interrupted run had finished, and that were not generated again (`--rollout-journal`)",
+    ),
     Metric("rollout/overlong_samples", "samples", "trajectories that overlong shaping penalised"),
     Metric("rollout/prompt_length/mean", "tokens", "mean length of a prompt"),
     Metric("rollout/response_length/mean", "tokens", "mean length of a response, observations included"),

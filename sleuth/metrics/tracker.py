@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from sleuth.metrics.console import evaluation_lines, step_line
 from sleuth.metrics.jsonl import MetricsFile
+from sleuth.secrets import redact
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,7 @@ def _start_wandb(args: TrackerArgs, run_dir: Path) -> Any:
         ) from error
     run_dir.mkdir(parents=True, exist_ok=True)
     id_file = run_dir / "wandb_id.txt"
+    sys.argv[1:] = map(redact, sys.argv[1:])  # it records the command line
     run = wandb.init(
         project=args.wandb_project,
         group=args.wandb_group,

@@ -14,14 +14,18 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from sleuth.labels import as_text
 from sleuth.metrics.jsonl import finite
-from sleuth.sample import Sample, Segment
+from sleuth.sample import LONGEST_ERROR, Sample, Segment, shortened
+from sleuth.secrets import redact
 from sleuth.tokens import decode
 
 logger = logging.getLogger(__name__)
 
 SECONDS = "_seconds"
 """A metric whose name ends so is a time."""
+LONGEST_NOTE = 10_000
+"""Characters of a label or a note that are kept: an answer may be a whole page, in each of thousands of samples."""
 NEEDED = (
     *("index", "group_index", "status", "stop_reason", "error", "label", "prompt", "segments"),
     *("reward", "reward_components", "rollout_metrics"),
@@ -68,7 +72,9 @@ def spread(samples: Sequence[Sample], limit: int) -> list[Sample]:
 
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8", errors="replace")  # half of a surrogate pair becomes a question mark
+    temporary.write_text(
+        redact(text), encoding="utf-8", errors="replace"
+    )  # half of a surrogate pair becomes a question mark
     temporary.replace(path)
 
 
@@ -85,7 +91,7 @@ def trajectory_record(
         "data_source": _converted(sample.metadata.get("data_source")) if isinstance(sample.metadata, dict) else None,
         "status": str(sample.status),
         "stop_reason": str(sample.stop_reason) if sample.stop_reason else None,
-        "error": sample.error,
+        "error": None if sample.error is None else shortened(sample.error, LONGEST_ERROR),
         "reward": None if sample.reward is None else finite(sample.reward),
         "reward_components": {name: finite(value) for name, value in sample.reward_components.items()},
         "rollout_metrics": {name: finite(value) for name, value in sample.rollout_metrics.items()},
@@ -117,10 +123,13 @@ def _segment_record(sample: Sample, segment: Segment, tokenizer: PreTrainedToken
 def _plain(value: Any) -> Any:
     """A value as JSON can hold it: numpy arrays become lists, and other types that JSON lacks become their text.
 
-    What nests too deeply, or in itself, and what has no text becomes the name of its type: a log stops no run.
+    What is longer than LONGEST_NOTE becomes the beginning of its text. What nests too deeply, or in itself, and what
+    has no text becomes the name of its type: a log stops no run.
     """
     try:
-        return _converted(value)
+        converted = _converted(value)
+        text = converted if isinstance(converted, str) else json.dumps(converted, ensure_ascii=False)
+        return converted if len(text) <= LONGEST_NOTE else shortened(text, LONGEST_NOTE)
     except Exception:
         return f"({type(value).__name__})"
 
@@ -227,7 +236,7 @@ def _list(values: dict[str, float | None]) -> str:
 def findings(record: dict[str, Any]) -> list[tuple[str, str]]:
     """The expected answer, the given one, what was wrong with the format or the run, and the hooks' other notes."""
     notes = dict(record["notes"])
-    found = [("Expected", expected(record))]
+    found = [("Expected", as_text(record["label"]))]
     if "answer" in notes:
         answer = notes.pop("answer")
         found.append(("Answered", "nothing" if answer is None else str(answer)))
@@ -236,16 +245,6 @@ def findings(record: dict[str, Any]) -> list[tuple[str, str]]:
     if record["error"]:
         found.append(("Error", record["error"]))
     return found + [(name, str(value)) for name, value in notes.items()]
-
-
-def expected(record: dict[str, Any]) -> str:
-    """The accepted answers if the label has Search-R1's shape, else the label itself."""
-    label = record["label"]
-    if isinstance(label, dict):
-        truth = label.get("ground_truth", label)
-        target = truth.get("target", truth) if isinstance(truth, dict) else truth
-        return " | ".join(map(str, target)) if isinstance(target, list) else str(target)
-    return str(label)
 
 
 def _number(value: float | None) -> str:

@@ -23,7 +23,8 @@ from typing import Any, Literal
 from sleuth.arguments import Args
 from sleuth.hooks import FailSample, StopRunError, accepts_evaluation, load_hook, rollout_context, single_turn
 from sleuth.rollout.routing import one_trajectory
-from sleuth.sample import Sample, SampleStatus, StopReason, check_reason
+from sleuth.sample import Sample, SampleStatus, StopReason, TokenTrace, check_reason, shortened
+from sleuth.secrets import redact
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ QUIET_SECONDS = 30.0
 BLOCKED_SECONDS = 1.0
 """An event loop that does nothing else for so long is blocked by what it runs."""
 LONGEST_MESSAGE = 1000
-"""Characters of an error's text that are kept: some quote a whole page."""
+"""Characters of an exception's text that are kept; a sample's error also says where it was raised."""
 
 Kind = Literal["generate", "reward"]
 
@@ -86,7 +87,7 @@ class HookRunner:
             async with self._call("generate", sample):
                 with one_trajectory():
                     returned = await self.hooks.generate(self.args, sample, dict(params), **extra)
-                sample = _checked(returned)
+                sample = _checked(returned, getattr(self.args, "rollout_max_context_len", None))
             if sample.status not in UNUSABLE:
                 async with self._call("reward", sample):
                     sample.set_reward(await self.hooks.reward(self.args, sample))
@@ -188,8 +189,11 @@ def _cause(error: BaseException) -> BaseException:
     return (told or causes)[0]
 
 
-def _checked(returned: Any) -> Sample:
-    """Return what a generate hook returned if it is a finished sample with a valid trace; else raise ValueError."""
+def _checked(returned: Any, longest: int | None) -> Sample:
+    """What a generate hook returned, if it is a finished sample with a valid trace of at most `longest` tokens.
+
+    Raises ValueError if it is not.
+    """
     if not isinstance(returned, Sample):
         raise ValueError(f"expected the finished Sample, found {type(returned).__name__}; end with `return sample`")
     if returned.status is SampleStatus.PENDING:
@@ -202,7 +206,17 @@ def _checked(returned: Any) -> Sample:
     _check_report(returned)
     if returned.status not in UNUSABLE:
         returned.trace.check(_vocab_size())
+        _check_length(returned.trace, longest)
     return returned
+
+
+def _check_length(trace: TokenTrace, longest: int | None) -> None:
+    if longest is not None and len(trace) > longest:
+        raise ValueError(
+            f"expected a sample of at most {longest} tokens (--rollout-max-context-len), found {len(trace)} "
+            f"({len(trace.prompt_ids)} of the prompt, {len(trace.response_ids)} of the response); end it when "
+            "Conversation.room is used up, or raise the limit"
+        )
 
 
 def _check_report(sample: Sample) -> None:
@@ -238,10 +252,10 @@ def told(error: BaseException) -> str:
 
 def _one_line(error: BaseException) -> str:
     try:
-        text = " ".join(str(error).split())
+        text = redact(" ".join(str(error).split()))
     except Exception:  # aiohttp's errors, made without a request, cannot be written
         return "its text cannot be made"
-    return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
+    return shortened(text, LONGEST_MESSAGE)
 
 
 def _place(error: BaseException) -> str:

@@ -19,7 +19,8 @@ from typing import Any
 from sleuth.arguments import Args
 from sleuth.data import PromptRow
 from sleuth.rollout.hook_runner import UNUSABLE, HookRunner, Hooks, told
-from sleuth.sample import Sample, StopReason, TokenTrace
+from sleuth.rollout.journal import StepJournal
+from sleuth.sample import LONGEST_ERROR, Sample, StopReason, TokenTrace, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class FailureBudget:
     failed: list[Sample] = field(default_factory=list)
 
     def record(self, sample: Sample) -> None:
+        if sample.error is not None:  # a hook may have set it by itself
+            sample.error = shortened(sample.error, LONGEST_ERROR)
         self.failed.append(sample)
         logger.warning(
             "sample %d (%s): %s (%s): %s", sample.index, sample.where, sample.status, sample.stop_reason, sample.error
@@ -101,12 +104,15 @@ class GenerationLoop:
         self.hooks = hooks
         self._runner = HookRunner(args, hooks)
 
-    async def rollout(self, next_rows: Callable[[int], Sequence[PromptRow]]) -> Rollout:
+    async def rollout(
+        self, next_rows: Callable[[int], Sequence[PromptRow]], journal: StepJournal | None = None
+    ) -> Rollout:
         """Generate and score `rollout_batch_size` groups; `next_rows(n)` gives the next prompts.
 
         A failed trajectory is generated anew. A group that the filter rejects is replaced by the
-        next prompt. Raises RolloutError when more than `--max-failure-rate` of a step's
-        trajectories fail, or the filter keeps next to nothing.
+        next prompt. Samples that the journal has are taken from it, and the others written to it.
+        Raises RolloutError when more than `--max-failure-rate` of a step's trajectories fail, or
+        the filter keeps next to nothing.
         """
         args = self.args
         params = rollout_parameters(args)
@@ -115,7 +121,7 @@ class GenerationLoop:
         group_indices = itertools.count()
         while missing := args.rollout_batch_size - len(rollout.groups):
             groups = [_group(row, next(group_indices), args.n_samples_per_prompt) for row in next_rows(missing)]
-            for group in await self._run_groups(groups, params, budget):
+            for group in await self._run_groups(groups, params, budget, journal=journal):
                 if self._keeps(group):
                     rollout.groups.append(group)
                 else:
@@ -161,17 +167,26 @@ class GenerationLoop:
         return FailureBudget(math.ceil(self.args.max_failure_rate * samples))
 
     async def _run_groups(
-        self, groups: list[list[NewSample]], params: dict[str, Any], budget: FailureBudget, evaluation: bool = False
+        self,
+        groups: list[list[NewSample]],
+        params: dict[str, Any],
+        budget: FailureBudget,
+        *,
+        evaluation: bool = False,
+        journal: StepJournal | None = None,
     ) -> list[list[Sample]]:
+        async def run(new_sample: NewSample) -> Sample:
+            if journal is None:
+                return await self._run_until_usable(new_sample, params, budget, evaluation)
+            if (recorded := journal.take(new_sample())) is not None:
+                return recorded
+            sample = await self._run_until_usable(new_sample, params, budget, evaluation)
+            await journal.record(sample)
+            return sample
+
         try:
             async with self._runner.watching(), asyncio.TaskGroup() as tasks:
-                running = [
-                    [
-                        tasks.create_task(self._run_until_usable(new_sample, params, budget, evaluation))
-                        for new_sample in group
-                    ]
-                    for group in groups
-                ]
+                running = [[tasks.create_task(run(new_sample)) for new_sample in group] for group in groups]
         except BaseExceptionGroup as errors:
             # Raise only the first error: the other tasks were cancelled because of it.
             raise _portable(next(_leaves(errors))) from None

@@ -24,6 +24,8 @@ from sleuth.metrics.rollout_metrics import evaluation_metrics, evaluation_name, 
 from sleuth.metrics.trajectories import write_trajectories
 from sleuth.rollout.engine_client import EngineClient, embedding_size
 from sleuth.rollout.hook_runner import load_hooks
+from sleuth.rollout.journal import Journal
+from sleuth.rollout.journal_settings import journal_settings
 from sleuth.rollout.loop import GenerationLoop
 from sleuth.rollout.reward_shaping import shape_rewards
 from sleuth.rollout.train_batches import shard_batch, train_samples
@@ -56,12 +58,15 @@ class RolloutManager:
         self.eval_rows = {
             name: load_rows(path, args, self.tokenizer, evaluation=True) for name, path in args.eval_sets.items()
         }
+        self.journal = run_journal(args)
         # The whole run uses one event loop: the HTTP sessions of the hooks live as long as it does.
         self._runner = asyncio.Runner()
 
     def connect(self, engine_urls: list[str], state: dict[str, Any]) -> None:
         """Use the engines at these URLs, and restore the `state` of a checkpoint ({} in a new run)."""
         self.engine = self._client(engine_urls)
+        if self.journal is not None:
+            self.journal.start()
         if state:
             self.stream.load_state_dict(state["stream"])
 
@@ -70,7 +75,8 @@ class RolloutManager:
         drain_step_metrics()  # of an evaluation in between, and so below
         self.engine.take_cached_share()
         start = time.perf_counter()
-        rollout = self._run(self.loop.rollout(self.stream.next_groups))
+        journal = None if self.journal is None else self.journal.step(step)
+        rollout = self._run(self.loop.rollout(self.stream.next_groups, journal))
         seconds = time.perf_counter() - start
         samples = rollout.samples
         shaping = shape_rewards(self.args, samples)
@@ -78,6 +84,9 @@ class RolloutManager:
         metrics["rollout/filtered_groups"] = float(rollout.filtered_groups)
         metrics["perf/rollout_tokens_per_second"] = sum(sum(s.trace.loss_mask) for s in samples) / seconds
         metrics["perf/prefix_cache_share"] = self.engine.take_cached_share()
+        if journal is not None:
+            journal.finish(rollout.groups, self.state_dict())
+            metrics["rollout/from_journal"] = float(journal.taken)
         self._write_trajectories(f"step_{step:07d}", samples)
         return StepData(shard_batch(self.args, train_samples(self.args, rollout.groups)), metrics)
 
@@ -122,6 +131,14 @@ class RolloutManager:
     def _write_trajectories(self, name: str, samples: list[Sample], *, evaluation: bool = False) -> None:
         path = self.run_dir / "trajectories" / f"{name}.jsonl"
         write_trajectories(path, samples, self.tokenizer, self.args.log_trajectories, evaluation=evaluation)
+
+
+def run_journal(args: Args) -> Journal | None:
+    """The journal of the run, beside its checkpoints; None if it has none."""
+    if args.save is None or not args.rollout_journal:
+        return None
+    source = None if args.finetune else args.load
+    return Journal(args.save, source, journal_settings(args), keep_all=args.save_keep == 0)
 
 
 class SupervisedManager:

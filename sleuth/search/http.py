@@ -18,6 +18,7 @@ import tenacity
 from yarl import URL
 
 from sleuth.retries import failure, with_retries
+from sleuth.secrets import redact, without_passwords
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class SearchError(RuntimeError):
     def __init__(
         self, message: str, kind: SearchErrorKind, *, retryable: bool = False, retry_after: float | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(redact(message))
         self.kind: SearchErrorKind = kind
         self.retryable = retryable
         self.retry_after = retry_after
@@ -59,8 +60,8 @@ class QueryError(ValueError):
     """
 
     def __init__(self, message: str, reason: str | None = None) -> None:
-        super().__init__(message)
-        self.reason = reason or message
+        super().__init__(redact(message))
+        self.reason = redact(reason or message)
 
 
 # --- Queries ---
@@ -106,7 +107,7 @@ async def request_text(method: str, url: str, *, timeout: float, hidden: str | N
     Raises QueryError for a status in QUERY_STATUS, SearchError for everything else: another status, no answer in
     time, more than MAX_ANSWER_BYTES, a redirect that would lose the query or lead a secret elsewhere.
     """
-    name = re.sub(r"//[^/@]*@", "//***@", url)
+    name = without_passwords(url)
     try:
         async with asyncio.timeout(timeout):
             return await _request(method, url, name, hidden, options)
@@ -147,7 +148,7 @@ async def _request(method: str, url: str, name: str, hidden: str | None, options
 
 def _redirected(response: aiohttp.ClientResponse, location: str, name: str, secret: bool) -> URL:
     """The URL to which a redirect leads; SearchError if the request cannot be sent there unchanged."""
-    told = f"{name}: status {response.status}, a redirect to {location[:200]!r}"
+    told = f"{name}: status {response.status}, a redirect to {redact(location)[:200]!r}"
     try:
         target = response.url.join(URL(location))
         elsewhere = target.origin() != response.url.origin()

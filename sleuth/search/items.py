@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from sleuth.search.observation import CHARACTERS_A_TOKEN, Passage, neutral
-from sleuth.tokens import encode
+from sleuth.tokens import characters_a_token, encode
 
 NOTHING_FOUND = "Nothing was found."
 
@@ -19,12 +19,20 @@ def format_items(passages: Sequence[Passage], tokenizer: PreTrainedTokenizerBase
     """
     kept: list[str] = []
     for number, (title, text) in enumerate(filter(any, passages), start=1):
-        shown = f"[{number}] {title}\n{text}".strip()[: max_tokens * CHARACTERS_A_TOKEN]
-        item = neutral(shown, tokenizer)
+        item = neutral(_bounded(f"[{number}] {title}\n{text}".strip(), tokenizer, max_tokens), tokenizer)
         if len(encode("\n\n".join([*kept, item]), tokenizer).ids) > max_tokens:
             return "\n\n".join(kept) or _cut(item, tokenizer, max_tokens)
         kept.append(item)
     return "\n\n".join(kept) or NOTHING_FOUND
+
+
+def _bounded(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> str:
+    """A text so long that it holds `max_tokens` tokens, and not much longer: what follows need not be encoded."""
+    bounded = text[: max_tokens * CHARACTERS_A_TOKEN]
+    if len(bounded) < len(text) and len(encode(bounded, tokenizer).ids) <= max_tokens:
+        most = characters_a_token(tokenizer)
+        return text if most is None else text[: max_tokens * most]
+    return bounded
 
 
 def _cut(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> str:

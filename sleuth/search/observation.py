@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
-from sleuth.tokens import encode
+from sleuth.tokens import characters_a_token, encode
 
 OBSERVATION_HEAD = "\n\n<information>"
 OBSERVATION_TAIL = "</information>\n\n"
@@ -23,7 +23,7 @@ LONGEST_WORD = 30
 LONGEST_TITLE = 300
 """Characters; Wikipedia's titles have at most 255 bytes."""
 CHARACTERS_A_TOKEN = 16
-"""No text has more on average. What goes beyond `max_tokens` of them is cut off unseen, before anything is encoded."""
+"""Hardly a text has more on average. What goes beyond `max_tokens` of them is cut off before anything is encoded."""
 
 
 class Passage(NamedTuple):
@@ -77,10 +77,20 @@ def format_observation(passages: Sequence[Any], tokenizer: PreTrainedTokenizerBa
     changed so that they have no effect. A title has at most LONGEST_TITLE characters; passages with neither title nor
     text are left out. Items may be anything that `to_passage` takes.
     """
-    found = filter(any, map(to_passage, passages))
+    found = [passage for passage in map(to_passage, passages) if any(passage)]
     longest = max_tokens * CHARACTERS_A_TOKEN
-    bounded = (Passage(_clip(title, LONGEST_TITLE), _clip(text, longest)) for title, text in found)
-    return list(_observation(tuple(bounded), tokenizer, max_tokens))
+    ids, whole = _observation(_clipped(found, longest), tokenizer, max_tokens)
+    if whole and any(len(text) > longest for _, text in found):  # long runs of one character: a token holds many
+        most = characters_a_token(tokenizer)
+        ids, _ = _observation(_clipped(found, None if most is None else most * max_tokens), tokenizer, max_tokens)
+    return list(ids)
+
+
+def _clipped(passages: Sequence[Passage], longest: int | None) -> tuple[Passage, ...]:
+    return tuple(
+        Passage(_clip(title, LONGEST_TITLE), text if longest is None else _clip(text, longest))
+        for title, text in passages
+    )
 
 
 def _clip(text: str, characters: int) -> str:
@@ -90,13 +100,15 @@ def _clip(text: str, characters: int) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _observation(passages: tuple[Passage, ...], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> tuple[int, ...]:
-    """The ids of an observation; cached, because the samples of a group often find the same passages."""
+def _observation(
+    passages: tuple[Passage, ...], tokenizer: PreTrainedTokenizerBase, max_tokens: int
+) -> tuple[tuple[int, ...], bool]:
+    """The ids of an observation, and whether it is whole. Cached: samples of a group often find the same passages."""
     lines = [_line(number, passage, tokenizer) for number, passage in enumerate(passages, start=1)]
     encoding = encode(_frame(lines), tokenizer)
     if len(encoding.ids) <= max_tokens:
-        return tuple(encoding.ids)
-    return _shortened_observation(lines, _token_starts(lines, encoding), tokenizer, max_tokens)
+        return tuple(encoding.ids), True
+    return _shortened_observation(lines, _token_starts(lines, encoding), tokenizer, max_tokens), False
 
 
 def _shortened_observation(

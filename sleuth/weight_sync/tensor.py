@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,6 +29,7 @@ import orjson
 import torch
 import torch.multiprocessing as mp
 
+from sleuth.leftovers import record
 from sleuth.weight_sync.buckets import (
     NamedTensor,
     ReusedBuffer,
@@ -100,7 +102,10 @@ def has_shared_memory(size: int) -> bool:
 def shared_buffer(size: int) -> torch.Tensor:
     """Bytes [size] in a file of shared memory; it goes with the last process that has it."""
     with _sharing_by_name():
-        return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+        storage = torch.UntypedStorage._new_shared(size)
+        manager, name, _ = storage._share_filename_cpu_()
+    record(Path(SHARED_MEMORY + name.decode()), Path(manager.decode()).parent)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def bucket_request(bucket: list[NamedTensor], flat: torch.Tensor, ranks: int, version: str | None) -> bytes:

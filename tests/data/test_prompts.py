@@ -126,8 +126,20 @@ def test_rows_are_filtered_by_source(tmp_path: Path, tokenizer: PreTrainedTokeni
     path = write(tmp_path / "t.parquet", *rows)
     kept = load(f"{path}@[1:4]", tokenizer, "--data-source-filter", "a", "c")
     assert [(row.index, row.prompt) for row in kept] == [(2, "p2"), (3, "p3")]
-    with pytest.raises(ValueError, match=r"data_source of \['z'\]; found a, b, c"):
+    with pytest.raises(ValueError, match=r"data_source of \['z'\] \(--data-source-filter\); found a, b, c"):
         load(path, tokenizer, "--data-source-filter", "z")
+
+
+def test_training_and_evaluation_have_filters_of_their_own(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"prompt": f"p{i}", "reward_model": i, "data_source": source} for i, source in enumerate("abca")]
+    path = write(tmp_path / "t.parquet", *rows)
+    evaluated = ("--eval-interval", "1", "--eval-prompt-data", "t", path)
+    flags = ("--data-source-filter", "a", *evaluated, "--eval-data-source-filter", "b", "c")
+    assert [row.index for row in load(path, tokenizer, *flags)] == [0, 3]
+    assert [row.index for row in load(path, tokenizer, *flags, evaluation=True)] == [1, 2]
+    assert len(load(path, tokenizer, *flags[:2], evaluation=True)) == 4
+    with pytest.raises(ValueError, match=r"\['z'\] \(--eval-data-source-filter\)"):
+        load(path, tokenizer, *evaluated, "--eval-data-source-filter", "z", evaluation=True)
 
 
 def test_the_filter_needs_its_column(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -224,7 +236,7 @@ def test_other_columns_are_not_read(
 ) -> None:
     asked = []
 
-    def spy(path: str, columns: set[str], limit: int | None = None) -> Records:
+    def spy(path: str, columns: set[str], limit: int | None = None, **names: str) -> Records:
         asked.append((columns, limit))
         return read_records(path, columns, limit)
 
@@ -259,3 +271,18 @@ def test_rows_without_an_answer_are_counted_and_told(
     caplog.clear()
     load(f"{path}@[:1]", tokenizer)
     assert caplog.text == ""
+
+
+def test_a_template_is_put_around_bare_questions(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "t.parquet", {"prompt": "Who {wrote} it?", "reward_model": "Ann"})
+    (tmp_path / "mine.txt").write_text("Search first. Question: {question}\n")
+    flags = ("--prompt-template", str(tmp_path / "mine.txt"), "--apply-chat-template")
+    for evaluation in (False, True):
+        (row,) = load(path, tokenizer, *flags, evaluation=evaluation)
+        assert tokenizer.decode(row.prompt_ids) == RENDERED.format("Search first. Question: Who {wrote} it?")
+        assert row.prompt == "Search first. Question: Who {wrote} it?"
+    messages = write(tmp_path / "m.parquet", SEARCH_R1_ROW)
+    with pytest.raises(ValueError, match=r"expects a bare question, .* column 'prompt' \(--input-key\); found a list"):
+        load(messages, tokenizer, *flags)
+    (row,) = load(messages, tokenizer, *flags, "--input-key", "question")
+    assert row.prompt == "Search first. Question: total number of death row inmates in the us?"

@@ -129,13 +129,19 @@ def test_a_path_of_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.Monkey
     pd.DataFrame(ROWS).to_parquet(local)
     asked = []
 
-    def download(repo: str, file: str, repo_type: str) -> str:
-        asked.append((repo, file, repo_type))
+    def download(repo: str, file: str, repo_type: str, revision: str | None, endpoint: str | None) -> str:
+        asked.append((repo, file, repo_type, revision))
         return str(local)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     assert read_records("someone/some_set/data/train.parquet@[0:2]").rows == ROWS[:2]
-    assert asked == [("someone/some_set", "data/train.parquet", "dataset")]
+    assert read_records("someone/some_set@v1").rows == ROWS
+    read_records("someone/some_set", default_file="test.parquet")
+    assert asked == [
+        ("someone/some_set", "data/train.parquet", "dataset", None),
+        ("someone/some_set", "train.parquet", "dataset", "v1"),
+        ("someone/some_set", "test.parquet", "dataset", None),
+    ]
 
 
 def test_the_hubs_refusal_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from sleuth.hooks import (
 )
 from sleuth.hooks.testing import ScriptedEngine, converse
 from tests.scripted import make_plain_bpe_tokenizer
+from tests.tiny_models import make_byte_bpe_tokenizer
 
 TOKENIZER = make_plain_bpe_tokenizer()
 PROMPT = TOKENIZER.encode("capital of France")
@@ -153,6 +154,18 @@ def test_an_observation_must_leave_a_token_to_generate(free: int, fits: bool):
     assert observed is fits
     assert len(sample.trace.response_ids) == length("search") + (3 if fits else 0)
     assert sample.stop_reason is (None if fits else StopReason.CONTEXT_LIMIT)
+
+
+def test_an_observation_of_megabytes_ends_the_sample_without_being_encoded(monkeypatch: pytest.MonkeyPatch):
+    tokenizer = make_byte_bpe_tokenizer()
+    monkeypatch.setattr("sleuth.hooks.conversation.encode", None)
+    engine = ScriptedEngine(tokenizer, [])
+    sample = Sample(7, 0, "", TokenTrace([1, 2]))
+    with use_rollout_context(RolloutContext(engine, tokenizer, VOCABULARY)):
+        conversation = Conversation(SimpleNamespace(rollout_max_context_len=512), sample, {"max_new_tokens": 8})
+        assert conversation.observe("a page " * 7_000_000) is False
+    assert sample.stop_reason is StopReason.CONTEXT_LIMIT
+    assert sample.trace.response_ids == []
 
 
 def test_turns_and_seconds_are_reported():

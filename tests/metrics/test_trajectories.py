@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from sleuth.metrics.trajectories import (
-    expected,
     findings,
     headline,
     read_trajectories,
@@ -61,14 +60,7 @@ def test_labels_of_a_parquet_row_are_written(tokenizer):
     }
     record = json.loads(json.dumps(trajectory_record(make_sample(label=label), tokenizer), allow_nan=False))
     assert record["label"]["ground_truth"]["target"] == ["Ann", "Anne"]
-    assert expected(record) == "Ann | Anne"
-
-
-@pytest.mark.parametrize(
-    ("label", "text"), [("Ann", "Ann"), ({"target": "Ann"}, "Ann"), ({"other": 1}, "{'other': 1}"), (None, "None")]
-)
-def test_expected_answers_of_other_labels(label, text):
-    assert expected({"label": label}) == text
+    assert findings(record)[0] == ("Expected", "Ann | Anne")
 
 
 def test_markdown_explains_the_reward(tokenizer):
@@ -162,6 +154,19 @@ def test_a_value_without_a_text_costs_no_more_than_itself(tmp_path, tokenizer):
     (record,) = read_trajectories(tmp_path / "t.jsonl")
     assert record["label"] == "(list)"
     assert record["notes"] == {"a": "(Mute)", "b": 1}
+
+
+def test_long_texts_are_cut_and_say_how_long_they_were(tmp_path, tokenizer):
+    sample = make_sample(label={"target": ["x" * 10**6]})
+    sample.error = "e" * 10**6
+    sample.report(answer="a" * 10**6, pages=["p" * 10**6], few=["p"])
+    write_trajectories(tmp_path / "t.jsonl", [sample], tokenizer, 1)
+    (record,) = read_trajectories(tmp_path / "t.jsonl")
+    assert record["error"].endswith("... (1000000 characters)")
+    assert record["notes"]["answer"] == "a" * 10_000 + "... (1000000 characters)"
+    assert record["notes"]["few"] == ["p"]
+    for path in tmp_path.iterdir():
+        assert path.stat().st_size < 50_000
 
 
 def test_markdown_of_a_failed_sample_and_of_text_with_fences(tokenizer):

@@ -155,6 +155,11 @@ async def make_up_ids(args, sample, sampling_params):
     return await finish(args, sample, sampling_params)
 
 
+async def talk_too_long(args, sample, sampling_params):
+    sample.trace.append_observation([1] * 99)
+    return await finish(args, sample, sampling_params)
+
+
 async def leave(args, sample, sampling_params):
     raise SystemExit(3)
 
@@ -213,7 +218,7 @@ async def make_up_fractions(args, sample, sampling_params):
     [
         (raising(SilentError()), r"SilentError: its text cannot be made \(test_loop.py:\d+\)"),
         (raising(NoException("gone")), "NoException: gone"),
-        (raising(ValueError("a\nb" + "c" * 10**6)), r"ValueError: a bc{900,1000}\.\.\. \("),
+        (raising(ValueError("a\nb" + "c" * 10**6)), r"ValueError: a bc{900,1000}\.\.\. \(\d+ characters\) \("),
         (setting(status="completed"), "expected a SampleStatus as status, found 'completed'"),
         (setting(stop_reason="My reason"), "found 'My reason'"),
         (setting(metadata=None), "expected the metadata of the row, found None"),
@@ -229,6 +234,7 @@ async def make_up_fractions(args, sample, sampling_params):
         (finish_twice, "finished already"),
         (forget_log_probs, "one log-probability for each of 2 response ids"),
         (make_up_ids, r"expected ids in \[0, 50\).*found 99"),
+        (talk_too_long, r"hook \S*talk_too_long: .*at most 100 tokens \(--rollout-max-context-len\), found 101 \(2 of"),
         (leave, "SystemExit: 3"),
         (forget_a_reason, "found one without a reason"),
         (fail_in_a_group, r"KeyError: 'titel' \(test_loop.py:\d+\)"),
@@ -298,6 +304,26 @@ def test_reward_components_are_kept_beside_the_total():
 
     sample = run(reward=parts).samples[0]
     assert (sample.reward, sample.reward_components) == (0.8, {"exact_match": 1.0})
+
+
+def test_a_sample_of_exactly_the_limit_is_trained_on():
+    rollout = run(answer, rollout_max_context_len=4)
+    assert {len(sample.trace) for sample in rollout.samples} == {4}
+
+
+def test_the_text_of_a_failure_is_bounded_however_the_hook_gives_it(caplog):
+    async def generate(args, sample, sampling_params):
+        if sample.index == 0 and not failed:
+            failed.append(sample.finish(SampleStatus.FAILED, "page_broken", "<html>" * 10**6))
+            sample.error = "<html>" * 10**6
+            return sample
+        return await answer(args, sample, sampling_params)
+
+    failed = []
+    rollout = run(generate)
+    assert len(rollout.failed[0].error) < 2100
+    assert rollout.failed[0].error.endswith("... (6000000 characters)")
+    assert max(len(record.getMessage()) for record in caplog.records) < 2300
 
 
 def test_a_hook_that_fails_now_and_then_costs_its_own_samples_only():

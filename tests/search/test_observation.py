@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from sleuth.search import Passage, format_observation, to_passage
 from sleuth.search import observation as module
+from sleuth.search.items import format_items
+from sleuth.search.observation import CHARACTERS_A_TOKEN, OBSERVATION_HEAD, OBSERVATION_TAIL
 from sleuth.tokens import decode, encode
 from tests.scripted import make_plain_bpe_tokenizer
 from tests.tiny_models import make_byte_bpe_tokenizer
@@ -223,3 +226,23 @@ def test_a_tokenizer_that_truncates_and_pads_does_neither_here() -> None:
     tokenizer.backend_tokenizer.enable_truncation(3)
     tokenizer.backend_tokenizer.enable_padding(length=40)
     assert encode("some words of text", tokenizer).ids == plain
+
+
+def lines_tokenizer() -> PreTrainedTokenizerFast:
+    """A token of it may hold 64 equals signs."""
+    merges = [("=" * 2**n, "=" * 2**n) for n in range(6)]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*letters, *(first + second for first, second in merges)])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def test_no_bound_on_characters_removes_what_the_bound_on_tokens_keeps() -> None:
+    tokenizer, text = lines_tokenizer(), "a" + "=" * 6400 + "b"
+    assert len(text) > 200 * CHARACTERS_A_TOKEN
+    ids = format_observation([Passage("", text)], tokenizer, 200)
+    assert ids == encode(f"{OBSERVATION_HEAD}Doc 1(Title: ) {text}{OBSERVATION_TAIL}", tokenizer).ids
+    assert len(ids) < 200
+    assert format_items([Passage("", text)], tokenizer, 150).endswith("=b")

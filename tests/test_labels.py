@@ -1,10 +1,10 @@
-"""Which labels hold no answer, whatever the reward hook makes of them."""
+"""Which labels hold no answer, whatever the reward hook makes of them, and how a label reads."""
 
 from typing import Any
 
 import pytest
 
-from sleuth.data.labels import is_blank
+from sleuth.labels import as_text, is_blank
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,18 @@ def test_no_answer(label: Any) -> None:
 )
 def test_an_answer_or_what_only_the_hook_can_tell(label: Any) -> None:
     assert not is_blank(label)
+
+
+@pytest.mark.parametrize(
+    ("label", "text"),
+    [
+        ("Ann", "Ann"),
+        ({"target": "Ann"}, "Ann"),
+        ({"ground_truth": {"target": ["Ann", "Anne"]}}, "Ann | Anne"),
+        ({"text": ["Ann"], "answer_start": [3]}, "Ann"),
+        ({"other": 1}, "{'other': 1}"),
+        (None, "None"),
+    ],
+)
+def test_a_label_for_people(label: Any, text: str) -> None:
+    assert as_text(label) == text
