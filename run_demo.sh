@@ -140,7 +140,7 @@ END
         --use-dynamic-batch-size --max-tokens-per-gpu 2048 --balance-data \
         --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl \
         --eps-clip 0.2 --eps-clip-high 0.28 --entropy-coef 0 \
-        --optimizer adam --lr 1.2e-4 --lr-decay-style linear --min-lr 1.2e-5 --weight-decay 0.01 --adam-beta1 0.9 --adam-beta2 0.98 \
+        --optimizer adam --lr 2e-4 --lr-decay-style linear --min-lr 2e-5 --weight-decay 0.01 --adam-beta1 0.9 --adam-beta2 0.98 \
         --clip-grad 1.0 --max-logprob-diff 1e-4 \
         --custom-generate-function-path generate_with_search.generate \
         --custom-rm-path generate_with_search.reward_func \
