@@ -59,6 +59,7 @@ def train(args: Args, run: Run, tracker: Tracker) -> None:
             with timed(saving, "save"):
                 run.save()
             tracker.log(step, saving)
+    run.finish_save()
 
 
 def rollout_and_train(run: Run, step: int, metrics: dict[str, float]) -> None:

@@ -21,9 +21,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import requests
-
 from benchmarks.options import whole_number
+from sleuth.engine.key import engine_session
 from sleuth.engine.server import EngineConfig, EngineServer
 from sleuth.rollout.engine_client import EngineClient, embedding_size
 from sleuth.rollout.routing import Router, one_trajectory
@@ -59,7 +58,7 @@ def random_ids(rng: random.Random, count: int) -> list[int]:
 
 async def measure(urls: list[str], args: argparse.Namespace, router: Router | None) -> dict[str, float]:
     for url in urls:
-        requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
+        engine_session().post(f"{url}/flush_cache", timeout=60).raise_for_status()
     rng = random.Random(0)
     instruction = random_ids(rng, INSTRUCTION)
     prompts = [instruction + random_ids(rng, QUESTION) for _ in range(args.groups)]

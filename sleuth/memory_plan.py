@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sleuth.arguments import Args
+if TYPE_CHECKING:
+    from sleuth.arguments import Args
 
 GB = 1e9
 BF16, FP32 = 2, 4

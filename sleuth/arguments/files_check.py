@@ -147,8 +147,12 @@ def _data_problems(args: Args) -> Iterator[str]:
 def _package_problems(args: Args) -> Iterator[str]:
     if fault := missing_engine():
         yield fault
-    if args.use_wandb and importlib.util.find_spec("wandb") is None:
-        yield "--use-wandb: expected the package wandb, found none; `pip install wandb`, or drop the flag"
+    for package in ("tensorboard", "wandb", "swanlab", "trackio"):
+        if getattr(args, f"use_{package}") and importlib.util.find_spec(package) is None:
+            yield (
+                f"--use-{package}: expected the package {package}, found none; `pip install {package}`, or drop the "
+                "flag"
+            )
 
 
 def _output_problems(args: Args) -> Iterator[str]:

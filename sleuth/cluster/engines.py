@@ -14,8 +14,10 @@ from typing import Any
 import ray
 
 from sleuth.arguments import Args
+from sleuth.cluster.memory_turns import ENGINE_PARTS
 from sleuth.cluster.placement import Device, Placement
 from sleuth.engine.actor import EngineActor
+from sleuth.engine.key import engine_key
 from sleuth.engine.option_names import option_words
 from sleuth.engine.server import EngineConfig
 from sleuth.weight_sync.control import EngineGroup
@@ -46,7 +48,7 @@ class Engines:
         self._actors = [
             # Two calls at a time: an engine that still starts can be stopped.
             remote.options(**placement.options(devices[0], ENGINE_ENVIRONMENT), max_concurrency=2).remote(
-                engine_config(args, run_dir, index, devices)
+                engine_config(args, run_dir, index, devices), engine_key()
             )
             for index, devices in enumerate(shares)
         ]
@@ -117,9 +119,11 @@ def engine_config(args: Args, run_dir: Path, index: int, devices: Sequence[Devic
         context_length=args.rollout_max_context_len,
         max_total_tokens=args.sglang_max_total_tokens,
         max_running_requests=args.rollout_max_concurrency,
+        cpu_threads=args.cpu_threads_per_engine,
         tensor_parallel_size=args.rollout_num_gpus_per_engine,
         gpu_ids=tuple(device.gpu_id for device in devices if device.gpu_id is not None),
         mem_fraction_static=args.sglang_mem_fraction_static,
         enable_memory_saver=args.colocate,
+        releases_graphs=args.colocate and "cuda_graph" in ENGINE_PARTS,
         extra_args=option_words(args.sglang_options),
     )

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sleuth.megatron.finite import not_finite
@@ -190,6 +189,8 @@ def _without_safetensors(folder: Path) -> str:
 
 
 def _open_safetensors(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open  # here: the trainer itself can do without this package
+
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

@@ -25,7 +25,6 @@ from torch.distributed import Store
 
 from sleuth.algo.context_parallel import length_multiple
 from sleuth.algo.optimizer_steps import OptimizerStepBatch
-from sleuth.arguments.files_check import is_hf_folder
 from sleuth.megatron import device, parallel
 from sleuth.megatron.checkpoint import Checkpoints, load_weights
 from sleuth.megatron.finite import ruined_weights
@@ -74,6 +73,7 @@ class TrainerSettings(
     load: Path | None
     save: Path | None
     save_keep: int
+    async_save: bool
     finetune: bool
     score_old_log_probs: bool
 
@@ -88,7 +88,7 @@ class Trainer:
     def __init__(self, args: TrainerSettings, store: Store | None = None) -> None:
         """`store` is where the ranks meet; without one they meet at MASTER_ADDR and MASTER_PORT."""
         self.args = args
-        self.shape = ModelShape.from_hf(Path(args.hf_checkpoint))
+        self.shape = self._model_shape()
         parallel.initialize(args, self.shape.num_layers, store)
         config = transformer_config(args, self.shape)
         self.chunks = build_model(self.shape, config)
@@ -171,17 +171,58 @@ class Trainer:
         """Whole tensors of the model, by Hugging Face name; every rank must iterate to the end."""
         return self.weights.tensors()
 
+    def stage_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors of this rank's pipeline stage; every rank of the stage must iterate to the end."""
+        return self.weights.stage_tensors()
+
+    def described_weights(self) -> dict[str, Tensor]:
+        """All tensors that `hf_weights` gives, without their values."""
+        stages: list[list[tuple[str, torch.Size, torch.dtype]]] = [[]] * torch.distributed.get_world_size()
+        mine = [(name, tensor.shape, tensor.dtype) for name, tensor in self.weights.described()]
+        torch.distributed.all_gather_object(stages, mine)
+        return {
+            name: torch.empty(shape, dtype=dtype, device="meta") for stage in stages for name, shape, dtype in stage
+        }
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the weights."""
+        return self.weights.entries[0].parameter.dtype
+
+    @property
+    def stage(self) -> int:
+        """This rank's pipeline stage."""
+        return parallel_state.get_pipeline_model_parallel_rank()
+
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
-        """Save a checkpoint of `step` under --save; a failure does not damage earlier checkpoints."""
+        """Save a checkpoint of `step` under --save; a failure does not damage earlier checkpoints.
+
+        With --async-save it is written in the background, while anything else may be done, and published by
+        `finish_save` or by the next save.
+        """
         if self.args.save is None:
             raise ValueError("--save is not given: there is no folder to save to")
         self.memory.wait()
         self._check_finite(step)
-        self.checkpoints.save(Path(self.args.save), step, rollout_state, keep=self.args.save_keep)
+        self.checkpoints.begin(Path(self.args.save), step, rollout_state, keep=self.args.save_keep)
         self._newest.saved(step, self.optimizer.steps_done)
+        if not self.args.async_save:
+            self.checkpoints.finish()
+
+    def finish_save(self, *, wait: bool = True) -> bool:
+        """Publish the checkpoint that is being written, if there is one; without `wait`, only if it is written.
+
+        Returns whether none is under way any more. OSError if it could not be written.
+        """
+        return self.checkpoints.finish(wait=wait)
+
+    def _model_shape(self) -> ModelShape:
+        return ModelShape.from_hf(Path(self.args.hf_checkpoint))
 
     def _load_initial_weights(self) -> None:
         """Load the weights of --ref-load if it is given, else those of --hf-checkpoint."""
+        from sleuth.arguments.files_check import is_hf_folder  # here: see `ModelShape.from_hf`
+
         if self.args.ref_load is not None and not is_hf_folder(self.args.ref_load):
             load_weights(self.chunks, self.args.ref_load)
             self._check_loaded(self.args.ref_load, "--ref-load")

@@ -24,6 +24,7 @@ import aiohttp
 import orjson
 import tenacity
 
+from sleuth.engine.key import engine_headers
 from sleuth.hooks.context import Generation, StopRunError
 from sleuth.retries import failure, with_retries
 from sleuth.rollout.routing import Router
@@ -138,10 +139,6 @@ class EngineClient:
         self._sent_tokens = self._cached_tokens = 0
         return share
 
-    async def abort_all(self) -> None:
-        """Ask every engine to end its requests; each `generate` under way returns with finish_reason "abort"."""
-        await asyncio.gather(*(self._request(url, "abort_request", b'{"abort_all": true}') for url in self.urls))
-
     async def close(self) -> None:
         """Close the connections; the next call opens new ones."""
         if self._session is not None:
@@ -220,7 +217,7 @@ class EngineClient:
             self._session = aiohttp.ClientSession(
                 timeout=self._timeout,
                 connector=connector,
-                headers={"Content-Type": "application/json"},
+                headers={"Content-Type": "application/json", **engine_headers()},
                 cookie_jar=aiohttp.DummyCookieJar(),  # an engine sets none; looking for them costs time
             )
             self._loop = loop

@@ -151,6 +151,7 @@ def layout_task(rank: int, world: int, model: str, converted: str, save: str, fl
         trainer = new_trainer(make_args(model, world, ref_load=reference, save=save, **flags))
         scores.append(trainer.log_probs(ids, 1.0))
     trainer.save(1, {})
+    trainer.finish_save()
     return {"converted": scores[0], "hf": scores[1]}
 
 

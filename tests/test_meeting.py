@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sleuth.cluster.meeting import join_meeting, open_meeting
+from sleuth.meeting import join_meeting, open_meeting
 
 
 def other_rank(port: int, results: Any) -> None:

@@ -1,4 +1,4 @@
-"""The place where the trainer's ranks meet: a TCPStore whose port is bound when it is chosen, and never let go.
+"""The place where the ranks of a process group meet: a TCPStore whose port is bound when it is chosen, and kept.
 
 A port that is chosen, closed and bound again when rank 0 has loaded its libraries can be another's by then.
 """
@@ -16,7 +16,7 @@ BACKLOG = 4096
 """Connections that may wait to be accepted: all ranks come at once."""
 
 
-def open_meeting(address: str, world_size: int) -> dist.TCPStore:
+def open_meeting(address: str, world_size: int, timeout: timedelta = TIMEOUT) -> dist.TCPStore:
     """Rank 0's store, at a free port of `address`, this node's own: other networks of the node do not reach it."""
     with socket.create_server((address, 0), backlog=BACKLOG) as server:
         port = server.getsockname()[1]
@@ -25,7 +25,7 @@ def open_meeting(address: str, world_size: int) -> dist.TCPStore:
             port,
             world_size,
             is_master=True,
-            timeout=TIMEOUT,
+            timeout=timeout,
             wait_for_workers=False,
             master_listen_fd=os.dup(server.fileno()),
         )
