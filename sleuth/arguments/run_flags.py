@@ -139,8 +139,8 @@ class ClusterArgs(Group):
     )
     cpu_threads_per_engine: PositiveInt = Field(
         1,
-        description="CPU threads of each engine on a machine without GPUs; more than one help models of about 100 million "
-        "parameters and more, and make tiny ones many times slower.",
+        description="CPU threads of each engine on a machine without GPUs; more than one help models of about 100 "
+        "million parameters and more, and make tiny ones many times slower.",
     )
 
 
@@ -303,6 +303,13 @@ class EngineArgs(Group):
     )
     sglang_max_total_tokens: PositiveInt | None = Field(
         None, description="Tokens that an engine's KV cache holds [what fits; 65536 on a CPU]."
+    )
+    router: bool = Field(
+        False,
+        description="Send requests through SGLang's router (sglang-router, cache-aware), which looks for the engine "
+        "whose prefix cache holds most of a request. It does not know trajectories and prompts: all turns of a "
+        "trajectory, and the samples of a prompt, stay together only as far as it finds their beginnings. Without it "
+        "Sleuth places them itself.",
     )
     sglang_dtype: DType | None = Field(None, description="Precision of the engines [that of --dtype].")
     sglang_options: dict[str, list[str]] = Field(

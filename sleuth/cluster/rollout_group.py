@@ -59,9 +59,9 @@ class RolloutActor:
         self.manager = make_manager(self.args, self.run_dir)
         relax_garbage_collector()
 
-    def connect(self, engine_urls: list[str], state: dict[str, Any]) -> list[int]:
+    def connect(self, engine_urls: list[str], state: dict[str, Any], router_url: str | None) -> list[int]:
         """Connect to the engines and restore the state of a checkpoint; returns the probe's token ids."""
-        self.manager.connect(engine_urls, state)
+        self.manager.connect(engine_urls, state, router_url)
         return self.manager.probe_ids()
 
     def generate(self, step: int) -> StepRefs:
@@ -98,7 +98,7 @@ class RolloutGroup:
     def wait_until_ready(self, state: dict[str, Any]) -> None:
         """Wait for the engines, and go on from the state of the checkpoint."""
         self.engine_urls = self.engines.wait_until_ready()
-        self.probe_ids = ray.get(self._manager.connect.remote(self.engine_urls, state))
+        self.probe_ids = ray.get(self._manager.connect.remote(self.engine_urls, state, self.engines.router_url))
 
     def generate(self, step: int) -> StepRefs:
         with self.deaths_explained():

@@ -35,6 +35,13 @@ def missing_engine() -> str | None:
     )
 
 
+def missing_router() -> str | None:
+    """What to do if SGLang's router is not installed; None if it is."""
+    if importlib.util.find_spec("sglang_router") is not None:
+        return None
+    return "--router: expected the package sglang-router, found none; `pip install --no-deps sglang-router==0.3.2`"
+
+
 def watch_owner(owner_pid: int, folder: Path) -> None:
     """Kill the process group of the caller as soon as `owner_pid` is no longer its parent."""
     while os.getppid() == owner_pid:

@@ -225,7 +225,7 @@ class EngineServer:
         self.stop()
 
     def _launch(self) -> None:
-        port = _free_port()
+        port = free_port()
         self._url = f"http://{HOST}:{port}"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._on_gpu = has_cuda()
@@ -337,7 +337,7 @@ def server_environment(config: EngineConfig, folder: Path, on_gpu: bool) -> dict
     return environment
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that is free now. It lies below the range from which clients get ports, so it is likely to stay free."""
     while True:
         port = random.SystemRandom().choice(SERVER_PORTS)

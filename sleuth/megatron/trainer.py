@@ -149,6 +149,7 @@ class Trainer:
         try:
             results = [self._optimizer_step(batches) for batches in plan]
         except FloatingPointError as error:
+            self.checkpoints.finish()  # so that what is said of the newest checkpoint holds from now on
             raise FloatingPointError(f"{error}{self._newest.gave_up(self.optimizer.steps_done)}") from None
         self._newest.went_on()
         metrics |= {name: sum(r[name] for r in results) / len(results) for name in set().union(*results)}
@@ -208,6 +209,7 @@ class Trainer:
         self._newest.saved(step, self.optimizer.steps_done)
         if not self.args.async_save:
             self.checkpoints.finish()
+        self._newest.saved(step, self.optimizer.steps_done)
 
     def finish_save(self, *, wait: bool = True) -> bool:
         """Publish the checkpoint that is being written, if there is one; without `wait`, only if it is written.

@@ -62,7 +62,8 @@ class EngineClient:
 
     `max_concurrency`: the most requests under way to one engine. `vocab_size`: rows of the model's embedding, which can
     be more than the tokenizer's; ids beyond it would kill the server and are never sent. `timeout`: seconds for one
-    request.
+    request. `router_url`: where requests for tokens go instead, SGLang's router in front of all engines, which then
+    chooses (`sleuth.engine.router`); everything else goes to the engines themselves.
 
     All coroutines must run in the event loop of the first call.
     """
@@ -76,6 +77,7 @@ class EngineClient:
         timeout: float = 1800.0,
         attempts: int = ATTEMPTS,
         first_wait: float = FIRST_WAIT_SECONDS,
+        router_url: str | None = None,
     ) -> None:
         if not urls:
             raise ValueError("expected at least one engine url, found none: start an engine first")
@@ -86,8 +88,11 @@ class EngineClient:
             )
         self.urls = tuple(url.rstrip("/") for url in urls)
         self.vocab_size = vocab_size
-        self._places = {url: asyncio.Semaphore(max_concurrency) for url in self.urls}
-        self._router = Router(self.urls, slack=max(1, max_concurrency // SLACK_SHARE))
+        targets, places = (self.urls, max_concurrency)
+        if router_url:
+            targets, places = ((router_url.rstrip("/"),), max_concurrency * len(self.urls))
+        self._places = {url: asyncio.Semaphore(places) for url in targets}
+        self._router = Router(targets, slack=max(1, max_concurrency // SLACK_SHARE))
         self._sent_tokens = self._cached_tokens = 0
         self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=10.0)
         self._attempts = attempts

@@ -211,7 +211,7 @@ def ruin_task(rank: int, world: int, folder: str, save: str) -> dict[str, Any]:
     out["resumed"] = resumed.steps_done
     place_of(float("nan"))
     try:
-        trainer.save(3, {})
+        save_and_wait(trainer, 3, {})
     except FloatingPointError as error:
         out["third"] = str(error)
     out["after"] = sorted(path.name for path in place.glob("*iter_*"))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from sleuth.megatron import attention as trainer_attention
 from sleuth.megatron import parallel
-from sleuth.megatron.attention import PackedAttention, PackedRow
+from sleuth.megatron.attention import PackedAttention, PackedRow, takes_rows
 from sleuth.megatron.model import plain_config
 from tools.gpu_checks.results import Result, judged, needs_cuda
 from tools.gpu_checks.trainer import SMALL
@@ -21,17 +23,32 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """query [t, heads, d], key and value [t, kv heads, d] -> [t, heads * d]."""
 
 
+ROWS = "attention by rows, bfloat16"
+
+
 def check(device: str, name: str) -> Iterator[Result]:
-    for dtype in TOLERANCES:
-        with parallel.alone():
-            yield compare(f"attention, {_name(dtype)}", packed_attention(dtype, device), dtype, device)
-    if device != "cuda":
-        yield needs_cuda("attention, torch's varlen")
-        return
+    """The trainer's attention, a call for each sequence, and where torch has the kernel one for the whole row."""
+    with parallel.alone():
+        for dtype in TOLERANCES:
+            with by_sequence():
+                yield compare(f"attention, {_name(dtype)}", packed_attention(dtype, device), dtype, device)
+        if takes_rows(torch.empty(1, 1, SMALL.kv_channels, dtype=torch.bfloat16, device=device)):
+            yield compare(ROWS, packed_attention(torch.bfloat16, device), torch.bfloat16, device)
+        elif device == "cuda":
+            yield Result(ROWS, "skipped", f"torch {torch.__version__} has no kernel for this GPU")
+        else:
+            yield needs_cuda(ROWS)
+
+
+@contextmanager
+def by_sequence() -> Iterator[None]:
+    """Within, no kernel takes whole rows."""
+    usual = trainer_attention.takes_rows
+    trainer_attention.takes_rows = lambda query: False
     try:
-        yield compare("attention, torch's varlen", torch_varlen(device), torch.bfloat16, device)
-    except (ImportError, TypeError) as error:  # it is new, and its arguments have changed
-        yield Result("attention, torch's varlen", "skipped", f"not in torch {torch.__version__}: {error}")
+        yield
+    finally:
+        trainer_attention.takes_rows = usual
 
 
 def packed_attention(dtype: torch.dtype, device: str) -> Attention:
@@ -39,19 +56,6 @@ def packed_attention(dtype: torch.dtype, device: str) -> Attention:
     module = PackedAttention(plain_config(SMALL, dtype), 1, AttnMaskType.causal)
     row = PackedRow.of(LENGTHS, bounds(device), 1)
     return lambda query, key, value: module(query, key, value, packed_seq_params=row)
-
-
-def torch_varlen(device: str) -> Attention:
-    from torch.nn.attention.varlen import varlen_attn
-
-    starts, longest = bounds(device), max(LENGTHS)
-
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = varlen_attn(query, key, value, starts, starts, longest, longest, window_size=(-1, 0), enable_gqa=True)
-        assert isinstance(out, Tensor)
-        return out.flatten(1)
-
-    return attention
 
 
 def compare(name: str, attention: Attention, dtype: torch.dtype, device: str) -> Result:
