@@ -206,6 +206,7 @@ class Trainer:
         self.memory.wait()
         self._check_finite(step)
         self.checkpoints.begin(Path(self.args.save), step, rollout_state, keep=self.args.save_keep)
+        self._newest.saved(step, self.optimizer.steps_done)
         if not self.args.async_save:
             self.checkpoints.finish()
         self._newest.saved(step, self.optimizer.steps_done)
