@@ -119,8 +119,8 @@ def _source_counts(line: MetricsLine, part: str, *, two: bool) -> dict[str, floa
 
 def _over_sources(line: MetricsLine, part: str, end: str, *, two: bool) -> float | None:
     counts = _source_counts(line, part, two=two)
-    values = {source: line.get(source + end) for source in counts}
-    if not counts or None in values.values():
+    values = {source: line[source + end] for source in counts if source + end in line}
+    if not counts or len(values) < len(counts):
         return None
     return sum(counts[source] * values[source] for source in counts) / sum(counts.values())
 
