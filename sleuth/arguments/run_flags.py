@@ -86,7 +86,9 @@ class CheckpointArgs(Group):
         20, description="Steps between checkpoints in --save; the last step is always saved."
     )
     save_keep: NonNegativeInt = Field(
-        3, description="How many of the latest checkpoints to keep in --save; 0 keeps all, and all of the journal."
+        3,
+        description="How many of the latest checkpoints to keep in --save, besides the newest that training is known "
+        "to have gone on from; 0 keeps all, and all of the journal.",
     )
     async_save: bool = Field(
         True,
@@ -137,8 +139,8 @@ class ClusterArgs(Group):
     )
     cpu_threads_per_engine: PositiveInt = Field(
         1,
-        description="CPU threads of each engine on a machine without GPUs; more than one help models of about 100 million "
-        "parameters and more, and make tiny ones many times slower.",
+        description="CPU threads of each engine on a machine without GPUs; more than one help models of about 100 "
+        "million parameters and more, and make tiny ones many times slower.",
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from sleuth.engine.attention_plan import Batch, cut, join
 
 
-class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
+class BatchedAttention(TorchNativeAttnBackend):
     """Takes the place of `torch_native`. Layers with a sliding window or of an encoder are left to SGLang's own."""
 
     def __init__(self, model_runner: Any) -> None:

@@ -39,6 +39,7 @@ from sleuth.megatron.model import (
     resolve_dtype,
     transformer_config,
 )
+from sleuth.megatron.newest_checkpoint import NewestCheckpoint
 from sleuth.megatron.objectives import (
     CorrectionSettings,
     ImportanceSampling,
@@ -118,6 +119,7 @@ class Trainer:
         self.steps_done = 0
         self.rollout_state: dict[str, Any] = {}
         self.checkpoints = Checkpoints(self.chunks, self.optimizer)
+        self._newest = NewestCheckpoint(args.save and Path(args.save))
         self._resume()
 
     @property
@@ -144,7 +146,12 @@ class Trainer:
         metrics: dict[str, float] = {}
         if self.args.loss_type == "policy":
             metrics = self._prepare(plan, sum(step.num_samples for step in steps))
-        results = [self._optimizer_step(batches) for batches in plan]
+        try:
+            results = [self._optimizer_step(batches) for batches in plan]
+        except FloatingPointError as error:
+            self.checkpoints.finish()  # so that what is said of the newest checkpoint holds from now on
+            raise FloatingPointError(f"{error}{self._newest.gave_up(self.optimizer.steps_done)}") from None
+        self._newest.went_on()
         metrics |= {name: sum(r[name] for r in results) / len(results) for name in set().union(*results)}
         return {name if "/" in name else f"train/{name}": metrics[name] for name in sorted(metrics)}
 
@@ -197,9 +204,12 @@ class Trainer:
         if self.args.save is None:
             raise ValueError("--save is not given: there is no folder to save to")
         self.memory.wait()
+        self._check_finite(step)
         self.checkpoints.begin(Path(self.args.save), step, rollout_state, keep=self.args.save_keep)
+        self._newest.saved(step, self.optimizer.steps_done)
         if not self.args.async_save:
             self.checkpoints.finish()
+        self._newest.saved(step, self.optimizer.steps_done)
 
     def finish_save(self, *, wait: bool = True) -> bool:
         """Publish the checkpoint that is being written, if there is one; without `wait`, only if it is written.
@@ -231,6 +241,16 @@ class Trainer:
         else:
             self.steps_done, self.rollout_state = resumed
             self._check_loaded(self.args.load, "--load")
+            if self.args.save is not None and Path(self.args.load).resolve() == Path(self.args.save).resolve():
+                self._newest.saved(self.steps_done, self.optimizer.steps_done)
+
+    def _check_finite(self, step: int) -> None:
+        """FloatingPointError, on all ranks, if the weights are not to be gone on from: they are not saved then."""
+        if ruined := ruined_weights(self.chunks):
+            raise FloatingPointError(
+                f"expected finite weights after step {step}, found {ruined}; they are not saved: go on from the newest "
+                "checkpoint (--load) with a lower --lr or --clip-grad"
+            )
 
     def _check_loaded(self, folder: Path, flag: str) -> None:
         if ruined := ruined_weights(self.chunks):
