@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,9 @@ def _all(lines: list[MetricsLine], ending: str) -> Callable[[MetricsLine], float
 def _of_hop(lines: list[MetricsLine], *, two: bool) -> dict[str, Change]:
     """The rows of the table for two-hop questions, or for all others; `questions` says how many there are."""
     rows = {key: (part, end) for _, key, part, end in ROWS if key in HOP_ROWS}
-    table = {key: _change(lines, lambda line, at=at: _over_sources(line, *at, two=two)) for key, at in rows.items()}
+    table = {
+        key: _change(lines, partial(_over_sources, part=part, end=end, two=two)) for key, (part, end) in rows.items()
+    }
     count = _change(lines, lambda line: sum(_source_counts(line, "/t1.0/", two=two).values()) or None)
     return table | {"questions": count}
 
