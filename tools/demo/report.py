@@ -27,7 +27,7 @@ from tools.demo.side_by_side import side_by_side
 from tools.plots import evaluation_metric, plot_run
 from tools.run_dir import read_configuration
 
-LEAST_RISE = {"exact_match_greedy": 0.4, "exact_match_t1": 0.35}
+LEAST_RISE = {"exact_match_greedy": 0.6, "exact_match_t1": 0.35}
 """By how much these numbers have to rise over all questions: the demo's promise."""
 FEWEST_STEPS = 30
 """A shorter run that misses the goal is too short to tell; the demo takes 40."""

@@ -47,7 +47,8 @@ def _panel(before: dict[str, Any], after: dict[str, Any]) -> Panel:
     table.add_row(Text("before", style="bold"), Text("after", style="bold"))
     table.add_row(_story(before), _story(after))
     question = ROLE.sub("", before["prompt"]).strip().rpartition("Question: ")[2]
-    return Panel(table, title=Text(f"{question} ({as_text(before['label'])})"), title_align="left")
+    title = f"{question} ({as_text(before['label'])})"
+    return Panel(table, title=Text(title), title_align="left")
 
 
 def _story(record: dict[str, Any]) -> Group:
