@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from torch.distributed import TCPStore
 
 from sleuth.algo.optimizer_steps import OptimizerStepBatch
 from sleuth.arguments import Args
@@ -17,6 +17,8 @@ from sleuth.cluster.logs import configure_logging
 from sleuth.cluster.memory_turns import Turn
 from sleuth.cluster.placement import Placement
 from sleuth.engine.devices import check_granted
+from sleuth.engine.key import engine_key, use_engine_key
+from sleuth.meeting import join_meeting, open_meeting
 from sleuth.weight_sync.sources import Source
 
 if TYPE_CHECKING:
@@ -31,28 +33,37 @@ class TrainActor:
     """One rank of the Megatron trainer."""
 
     def __init__(
-        self, args: Args, run_dir: Path, rank: int, world_size: int, gpu_id: str | None, sources: Sequence[Source]
+        self,
+        args: Args,
+        run_dir: Path,
+        rank: int,
+        world_size: int,
+        gpu_id: str | None,
+        sources: Sequence[Source],
+        engine_key: str,
     ) -> None:
         configure_logging(run_dir, f"trainer_{rank}", args)
-        self.args, self.run_dir, self.rank = args, run_dir, rank
+        use_engine_key(engine_key)
+        self.args, self.run_dir, self.rank, self.world_size = args, run_dir, rank, world_size
+        self._store: TCPStore | None = None
         self.gpu_ids = [] if gpu_id is None else [gpu_id]
         self.sources = sources
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")  # of the one GPU that it sees
 
     def rendezvous(self) -> tuple[str, int]:
-        """The address of this node and a free port, at which the ranks' process group meets."""
-        with socket.socket() as sock:
-            sock.bind(("", 0))
-            return ray.util.get_node_ip_address(), sock.getsockname()[1]
+        """Open the place at which the ranks' process group meets; returns its address and port."""
+        self._store = open_meeting(ray.util.get_node_ip_address(), self.world_size)
+        return self._store.host, self._store.port
 
     def start(self, address: str, port: int) -> tuple[int, dict[str, Any]]:
         """Build or load model and optimizer; return the steps done so far and the rollout's state."""
         check_granted(self.gpu_ids)
-        os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+        if self._store is None:
+            self._store = join_meeting(address, port, self.world_size)
         from sleuth.cluster.push import WeightPush  # megatron needs RANK and the like in the environment
         from sleuth.megatron.trainer import Trainer
 
-        self.trainer = Trainer(self.args)
+        self.trainer = Trainer(self.args, self._store)
         self._push = WeightPush(self.args, self.run_dir, self.trainer, self.sources)
         return self.trainer.steps_done, self.trainer.rollout_state
 
@@ -77,6 +88,9 @@ class TrainActor:
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
         self.trainer.save(step, rollout_state)
 
+    def finish_save(self, wait: bool) -> bool:
+        return self.trainer.finish_save(wait=wait)
+
     def close(self) -> None:
         """Take leave of the engines."""
         self._push.close()
@@ -93,7 +107,7 @@ class TrainGroup:
         sources = placement.sources(args.rollout_num_gpus_per_engine)
         self._actors = [
             remote.options(**placement.options(device, env)).remote(
-                args, run_dir, rank, world_size, device.gpu_id, sources
+                args, run_dir, rank, world_size, device.gpu_id, sources, engine_key()
             )
             for rank, device in enumerate(placement.trainer)
         ]
@@ -127,8 +141,13 @@ class TrainGroup:
         return ray.get([actor.score.remote(token_ids) for actor in self._actors])[0]
 
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
+        """Begin to save; `finish_save` ends it. An earlier save is finished first."""
         self.turn_to(Turn.SAVE)
         ray.get([actor.save.remote(step, rollout_state) for actor in self._actors])
+
+    def finish_save(self, *, wait: bool) -> bool:
+        """Publish the checkpoint that was begun; without `wait`, only if it is written. Whether that is done."""
+        return ray.get([actor.finish_save.remote(wait) for actor in self._actors])[0]
 
     def close(self) -> None:
         """Let the ranks take leave of the engines; what does not answer in time is left to its end."""

@@ -28,9 +28,10 @@ import requests
 
 from sleuth.dtypes import dtype_name
 from sleuth.engine.devices import as_numbers, visible_devices
+from sleuth.engine.key import VARIABLE, engine_key, engine_session
 from sleuth.engine.process_group import group_members, kill_group, shared_memory_files
 from sleuth.leftovers import record
-from sleuth.loopback import direct_session, without_proxy
+from sleuth.loopback import without_proxy
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ class EngineServer:
         if not self.is_alive():
             return False
         try:
-            with direct_session() as session:
+            with engine_session() as session:
                 return session.get(f"{self.url}/health", timeout=timeout).status_code == 200
         except requests.RequestException:
             return False
@@ -224,7 +225,7 @@ class EngineServer:
         self.stop()
 
     def _launch(self) -> None:
-        port = _free_port()
+        port = free_port()
         self._url = f"http://{HOST}:{port}"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._on_gpu = has_cuda()
@@ -267,7 +268,7 @@ class EngineServer:
         return any(words.lower() in tail for words in PORT_TAKEN)
 
     def _post(self, path: str, body: dict[str, Any], timeout: float) -> None:
-        with direct_session() as session:
+        with engine_session() as session:
             response = session.post(f"{self.url}/{path}", json=body, timeout=timeout)
         if response.status_code != 200:
             raise RuntimeError(f"{self.url}/{path} answered {response.status_code}: {response.text[:500]}")
@@ -319,6 +320,7 @@ def server_environment(config: EngineConfig, folder: Path, on_gpu: bool) -> dict
     """The environment of the server: ours, with `folder` for its sockets, and on CPUs the stand-ins for packages."""
     paths = [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]
     environment = dict(os.environ, OMP_NUM_THREADS=str(config.cpu_threads), TMPDIR=str(folder))
+    environment[VARIABLE] = engine_key()
     environment |= without_proxy(environment)  # it asks itself whether it is up
     if on_gpu:
         environment["NCCL_CUMEM_ENABLE"] = "0"  # memory that NCCL maps itself cannot be released
@@ -335,7 +337,7 @@ def server_environment(config: EngineConfig, folder: Path, on_gpu: bool) -> dict
     return environment
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that is free now. It lies below the range from which clients get ports, so it is likely to stay free."""
     while True:
         port = random.SystemRandom().choice(SERVER_PORTS)

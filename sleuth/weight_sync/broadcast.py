@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from sleuth.meeting import open_meeting
 from sleuth.weight_sync.buckets import NamedTensor, ReusedBuffer, flatten, make_buckets, mark_last, size_of
 from sleuth.weight_sync.control import EngineGroup, Requests, WeightSyncError, raise_errors, wait_for
 
@@ -82,8 +83,7 @@ class Sender:
         world = 1 + len(self.urls) * tensor_parallel_size
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         address, limit = _address_towards(self.urls[0]), timedelta(seconds=join_timeout)
-        # Port 0: the store takes one that is free, so that no other process can get it in between.
-        store = dist.TCPStore(address, 0, world, is_master=True, timeout=limit, wait_for_workers=False)
+        store = open_meeting(address, world, limit)
         common = {"master_address": address, "master_port": store.port, "world_size": world}
         common |= {"group_name": self.name, "backend": backend}
         bodies = [common | {"rank_offset": 1 + i * tensor_parallel_size} for i in range(len(self.urls))]

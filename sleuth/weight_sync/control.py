@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import requests
 
-from sleuth.loopback import direct_session
+from sleuth.engine.key import engine_session
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class EngineGroup:
         self.timeout = timeout
         self.weights_touched = False
         self._session_open = False
-        self._session = direct_session()
+        self._session = engine_session()
         self._pool = ThreadPoolExecutor(len(self.urls), thread_name_prefix="weight-sync")
 
     def close(self) -> None:

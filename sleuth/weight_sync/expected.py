@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from sleuth.loopback import direct_session
+from sleuth.engine.key import engine_session
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def check_weights(urls: Sequence[str], weights: Mapping[str, Tensor]) -> None:
     Another precision than the engine's is only logged: engines convert.
     """
     for url in urls:
-        with direct_session() as session:
+        with engine_session() as session:
             served = session.get(f"{url}/model_info", timeout=TIMEOUT_SECONDS).json()
             dtype = session.get(f"{url}/server_info", timeout=TIMEOUT_SECONDS).json().get("dtype")
         problems = differences({name: list(tensor.shape) for name, tensor in weights.items()}, served["model_path"])

@@ -70,9 +70,8 @@ def pins(*names: str) -> dict[str, str]:
 def test_what_works_together_on_a_cpu_is_what_gpus_get(python: str) -> None:
     on_cpu = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "scripts/constraints-cpu.txt").read_text(), re.MULTILINE))
     locked = pins(f"gpu-{python}.txt")
-    for name in ("torch", "sglang", "sglang-router", "transformers", "tokenizers", "ray"):
+    for name in ("torch", "sglang", "sglang-router", "megatron-core", "transformers", "tokenizers", "ray"):
         assert locked[name] == on_cpu[name], name
-    assert locked["megatron-core"] == {"3.11": on_cpu["megatron-core"], "3.12": "0.19.2"}[python]
     assert locked["torch-memory-saver"], "engines lend their memory by it"
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import torch
 
 from sleuth.cluster import push as cluster_push
 from sleuth.cluster.push import WeightPush
 from sleuth.cluster.sync import largest_difference
+from sleuth.engine.key import engine_session
 from sleuth.engine.server import EngineConfig, EngineServer
 from sleuth.weight_sync import tensor as tensor_way
 from sleuth.weight_sync.distributed import BroadcastGroup
@@ -71,7 +71,7 @@ def ask(url: str) -> tuple[list[float], str]:
     """The engine's log-probabilities of IDS after the first, and the version of its weights."""
     params = {"temperature": 1.0, "max_new_tokens": 1}
     body = {"input_ids": IDS, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
-    meta = requests.post(f"{url}/generate", json=body, timeout=60).json()["meta_info"]
+    meta = engine_session().post(f"{url}/generate", json=body, timeout=60).json()["meta_info"]
     return [entry[0] for entry in meta["input_token_logprobs"][1:]], meta["weight_version"]
 
 
