@@ -196,7 +196,7 @@ def test_the_probe_finds_a_byte_that_arrived_otherwise(found: list[dict[str, Any
 
 def test_sglangs_checksums_still_need_cuda(urls: list[str]) -> None:
     """If this fails, they can be compared after every update."""
-    answer = requests.post(f"{urls[0]}/weights_checker", json={"action": "checksum"}, timeout=60).json()
+    answer = engine_session().post(f"{urls[0]}/weights_checker", json={"action": "checksum"}, timeout=60).json()
     assert answer["success"] or "CUDA" in answer["message"]
     assert answer["success"] == torch.cuda.is_available()
 
