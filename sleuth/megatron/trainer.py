@@ -73,6 +73,8 @@ class TrainerSettings(
     save_keep: int
     async_save: bool
     finetune: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
     score_old_log_probs: bool
 
 
@@ -96,7 +98,10 @@ class Trainer:
             load_weights(self.chunks, args.load)
 
         reduction = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=args.use_distributed_optimizer,
+            overlap_grad_reduce=args.overlap_grad_reduce,
+            overlap_param_gather=args.overlap_param_gather,
         )
         low = resolve_dtype(args.dtype) == torch.bfloat16
         self._ddp = [
@@ -104,6 +109,9 @@ class Trainer:
             for chunk in self.chunks
         ]
         config.finalize_model_grads_func = finalize_gradients
+        if args.overlap_grad_reduce:  # only the last micro-batch's backward pass sends gradients
+            waiting = [chunk.no_sync for chunk in self._ddp]
+            config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
         self.optimizer = PolicyOptimizer(args, self._ddp)
         config.grad_scale_func = self.optimizer.inner.scale_loss
         self.memory = LentMemory(self._ddp, self.optimizer)
@@ -116,6 +124,7 @@ class Trainer:
         self.rollout_state: dict[str, Any] = {}
         self.checkpoints = Checkpoints(self.chunks, self.optimizer)
         self._resume()
+        self._gather_weights()
 
     @property
     def data_parallel_rank(self) -> int:
@@ -142,6 +151,7 @@ class Trainer:
         if self.args.loss_type == "policy":
             metrics = self._prepare(plan, sum(step.num_samples for step in steps))
         results = [self._optimizer_step(batches) for batches in plan]
+        self._gather_weights()
         metrics |= {name: sum(r[name] for r in results) / len(results) for name in set().union(*results)}
         return {name if "/" in name else f"train/{name}": metrics[name] for name in sorted(metrics)}
 
@@ -241,6 +251,12 @@ class Trainer:
         self.memory.wait()
         result = self.optimizer.step()
         return metrics | {"grad_norm": result.grad_norm, "lr": result.lr}
+
+    def _gather_weights(self) -> None:
+        """Collect the weights that the next forward pass would collect, for whoever reads them without one."""
+        if self.args.overlap_param_gather:
+            for chunk in self._ddp:
+                chunk.start_param_sync(force_sync=True)
 
     def _apply_hook(self, batches: list[MicroBatch]) -> dict[str, float]:
         """Call the hook; returns its metrics. An error is raised on all ranks, so that none waits for another."""
