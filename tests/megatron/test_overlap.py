@@ -98,21 +98,22 @@ def test_overlap_changes_nothing(name: str, results: dict[str, Any]) -> None:
     for plain, overlapped in zip(*results[name], strict=True):
         for found, expected in zip(overlapped["metrics"], plain["metrics"], strict=True):
             assert found == pytest.approx(expected, rel=5e-3 if low else 1e-5, abs=5e-3 if low else 1e-6)
-        assert_same(overlapped["gradients"], plain["gradients"], 1e-5, 1e-6)
-        assert_same(overlapped["weights"], plain["weights"], *((1e-2, 1e-3) if low else (1e-5, 1e-6)))
+        assert_same(overlapped["gradients"], plain["gradients"], 1e-5)
+        assert_same(overlapped["weights"], plain["weights"], 1e-2 if low else 1e-5)
         last = overlapped["weights"][-1]
         assert all(torch.equal(weight, last[key]) for key, weight in overlapped["saved"].items())
         assert not all(torch.equal(weight, last[key]) for key, weight in overlapped["weights"][0].items())
 
 
 def assert_same(
-    found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]], rtol: float, atol: float
+    found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]], tolerance: float
 ) -> None:
-    """Gradients are those of the non-distributed optimizer; under the distributed one no rank has them whole."""
+    """The norm of each difference over the norm. Gradients are there without the distributed optimizer alone."""
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.keys() == theirs.keys()
         for key, tensor in ours.items():
-            torch.testing.assert_close(tensor, theirs[key], rtol=rtol, atol=atol, msg=key)
+            difference = (tensor - theirs[key]).float().norm() / theirs[key].float().norm().clamp(min=1e-6)
+            assert difference < tolerance, (key, float(difference))
 
 
 @pytest.mark.parametrize("name", CASES)
