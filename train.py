@@ -26,6 +26,7 @@ from sleuth.cluster.sync import sync_weights
 from sleuth.leftovers import remove_leftovers
 from sleuth.metrics.timing import timed
 from sleuth.metrics.tracker import Tracker
+from sleuth.paths import full_folder
 from sleuth.secrets import redact
 
 logger = logging.getLogger("train")
@@ -127,9 +128,12 @@ def main() -> None:
 
 def start(args: Args, run_dir: Path, interruption: Interruption, warnings: list[str]) -> None:
     """The run itself, in folders of its own; ends the process, with a line that says why, where it fails."""
-    configure_logging(run_dir, "driver", args)
+    try:
+        configure_logging(run_dir, "driver", args)
+        args.write(run_dir / "config.yaml")
+    except OSError as error:
+        sys.exit(f"error: {full_folder(error, run_dir) or error}")
     remove_leftovers()
-    args.write(run_dir / "config.yaml")
     console = Console()
     console.print(config_table(args))
     for warning in warnings:
@@ -148,7 +152,7 @@ def start(args: Args, run_dir: Path, interruption: Interruption, warnings: list[
     except KeyboardInterrupt as interrupted:
         sys.exit(str(interrupted) or "interrupted before the first step")
     except Exception as error:
-        sys.exit(failure_message(error, run_dir))
+        sys.exit(failure_message(error, run_dir, args.save))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,13 @@ all ranks have equal causal work. Keys and values are gathered on all ranks; que
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +28,16 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.varlen import varlen_attn
 
 from sleuth.algo.context_parallel import zigzag_inverse
-from sleuth.arguments.hf_config import Llama3Scaling
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # before torch 2.10, with which no run is made, but the check of one GPU
+    varlen_attn = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from sleuth.arguments.hf_config import Llama3Scaling
 
 
 class Pieces(NamedTuple):
@@ -111,10 +119,16 @@ def takes_rows(query: Tensor) -> bool:
 
     The one place that decides. The kernel is flash attention, for bfloat16 on GPUs from Ampere on.
     """
-    if not query.is_cuda or query.dtype != torch.bfloat16:
+    if not query.is_cuda or query.dtype != torch.bfloat16 or not _kernel_knows_groups():
         return False
     width = query.shape[-1]
     return width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(query.device)[0] >= 8
+
+
+@functools.cache
+def _kernel_knows_groups() -> bool:
+    """Whether torch's kernel is there, and takes fewer heads of keys than of queries (torch 2.13 does)."""
+    return varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def rotary_frequencies(

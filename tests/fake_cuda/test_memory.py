@@ -19,7 +19,10 @@ import torch
 
 from sleuth.arguments import check_model, parse_args, read_hf_config
 from sleuth.memory_plan import MemoryPlan, memory_plan
+from tests.fake_cuda.rank import LAYERS
 from tests.published_configs import PUBLISHED
+from tools.gpu_checks.size import SIZES, compare_memory, plan_of
+from tools.gpu_checks.trainer import Settings, read_shape
 
 pytestmark = [
     pytest.mark.megatron,
@@ -28,7 +31,6 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYERS = 6
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
 CASES = {
@@ -77,7 +79,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def traced(folder: Path, name: str) -> dict[str, Any]:
     model, rank, world, tokens, flags = CASES[name]
-    words = [str(folder / "guard.so"), str(folder / model), str(rank), str(world), str(tokens), *flags.split()]
+    return trace([str(folder / "guard.so"), str(folder / model), str(rank), str(world), str(tokens), *flags.split()])
+
+
+def trace(words: list[str]) -> dict[str, Any]:
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "tests.fake_cuda.rank", *words]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
@@ -108,6 +113,19 @@ def test_the_plan_says_what_a_step_takes(folder: Path, name: str) -> None:
     assert plan.peak == pytest.approx(peak, rel=0.1)
     assert plan.activations + plan.head == pytest.approx(peak - found["resident"], rel=0.1)
     assert found["step"]["peak"] < peak
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_gpu_check_expects_what_its_trainer_takes(folder: Path, size: str) -> None:
+    tokens = 8192
+    words = [str(folder / "guard.so"), size, "0", "1", str(tokens)]
+    found = trace(words)
+    script, changes = SIZES[size]
+    flags = read_shape(script)[1] | {"num_layers": LAYERS}
+    plan = plan_of(Settings(**changes), flags, tokens)
+    result = compare_memory(size, found["resident"], found["forward_backward"]["peak"], plan, tokens)
+    assert result.status == "ok", result.found
+    assert compare_memory(size, found["resident"], 0.8 * plan.peak, plan, tokens).status == "failed"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -181,6 +181,43 @@ def save_and_wait(trainer: Any, step: int, state: dict[str, Any]) -> None:
     trainer.finish_save()
 
 
+def ruin_task(rank: int, world: int, folder: str, save: str) -> dict[str, Any]:
+    """A checkpoint that training goes on from, one whose weights ruin the next loss, and weights that are not saved."""
+    args = make_args(folder, world, save=save, save_keep=1)
+    trainer, place = new_trainer(args), Path(save)
+
+    def train() -> str:
+        try:
+            trainer.train(shares(trainer, args, make_samples()))
+        except FloatingPointError as error:
+            return str(error)
+        return ""
+
+    def place_of(value: float) -> None:
+        with torch.no_grad():
+            for chunk in trainer.chunks:
+                dict(chunk.named_parameters())["decoder.final_layernorm.weight"].fill_(value)
+
+    out: dict[str, Any] = {"first": train()}
+    save_and_wait(trainer, 1, {})
+    out["first"] += train()
+    place_of(3e38)  # finite, and yet no logit is
+    save_and_wait(trainer, 2, {})
+    out["kept"] = sorted(path.name for path in place.glob("iter_*"))
+    out["second"] = train()
+    torch.distributed.barrier()  # the first rank writes the tracker
+    out["tracker"] = (place / "latest_checkpointed_iteration.txt").read_text()
+    resumed = new_trainer(make_args(folder, world, save=save, load=save))
+    out["resumed"] = resumed.steps_done
+    place_of(float("nan"))
+    try:
+        save_and_wait(trainer, 3, {})
+    except FloatingPointError as error:
+        out["third"] = str(error)
+    out["after"] = sorted(path.name for path in place.glob("*iter_*"))
+    return out
+
+
 FAILURES = [
     ("sleuth.megatron.background_write.dist_checkpointing.save", OSError(errno.ENOSPC, "No space left on device")),
     ("sleuth.megatron.checkpoint.follow_umask", OSError(errno.EIO, "Input/output error")),
@@ -462,6 +499,22 @@ def test_left_overs_are_removed_and_the_latest_are_kept(results: dict[str, Any])
     assert out["after left-over"] == (["iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt"], "2")
     assert out["again"] == {"n": "again"}
     assert out["after pruning"] == (["iter_0000003", "iter_0000004", "latest_checkpointed_iteration.txt"], "4")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_ruined_checkpoint_is_not_gone_on_from(
+    world: int, folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    save = str(tmp_path_factory.mktemp("ruin") / "save")
+    for found in run_tasks(world, [Task(ruin_task, {"folder": folders["model"], "save": save})])[0]:
+        assert found["first"] == ""
+        assert found["kept"] == ["iter_0000001", "iter_0000002"]  # with --save-keep 1: the good one is kept besides
+        assert "The checkpoint of step 2 in" in found["second"]
+        assert "now goes on from iter_0000001, the newest that training has gone on from" in found["second"]
+        assert found["tracker"] == "1"
+        assert found["resumed"] == 1
+        assert "NaN or infinite values in decoder.final_layernorm.weight; they are not saved" in found["third"]
+        assert found["after"] == ["iter_0000001", "iter_0000002"]
 
 
 def test_a_disk_that_is_too_small_is_an_error_before_writing(results: dict[str, Any]) -> None:
