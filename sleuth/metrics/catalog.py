@@ -261,7 +261,7 @@ TIME = (
     Metric(
         "time/<part>",
         "s",
-        "time of one part of the step. step: all but evaluation and saving; rollout, train, sync, evaluation, save; "
+        "time of one part of the step. step: all but evaluation and saving; rollout, train, sync, evaluation, save (what the run waits for it); "
         "importance_sampling: the TIS hook in one optimizer step, part of train",
     ),
     Metric("perf/rollout_tokens_per_second", "tokens/s", "generated tokens of the step / seconds of its rollout"),
