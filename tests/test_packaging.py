@@ -25,7 +25,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 MODULES: list[str] = PROJECT["tool"]["setuptools"]["py-modules"]
 PROGRAMS = {"train"}
 """Files at the top that are run, not imported."""
-NOT_ON_CPU = {"wandb"}
+NOT_ON_CPU = {"swanlab", "trackio", "wandb"}
 """What the pinned environment leaves out beside `gpu-engine`."""
 
 
@@ -102,7 +102,7 @@ SHIPPED = {
     + [ROOT / f"{module}.py" for module in MODULES],
     "retriever": list(ROOT.glob("local_dense_retriever/*.py")),
 }
-OPTIONAL = {"sglang", "wandb", "pyserini"}
+OPTIONAL = {"sglang", "swanlab", "trackio", "wandb", "pyserini"}
 """Imported where a flag or the machine asks for it, with an error that says so."""
 
 

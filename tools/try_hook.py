@@ -60,7 +60,8 @@ from tools.view_trajectories import render
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "data/demo/model"
 ROWS = 4
 NO_REWARD = "sleuth.hooks.testing.no_reward"
-OF_THE_TRAINER = {"load": None, "save": None, "ref_load": None, "use_wandb": False, "colocate": False}
+TRACKERS = dict.fromkeys(("use_tensorboard", "use_wandb", "use_swanlab", "use_trackio"), False)
+OF_THE_TRAINER = {"load": None, "save": None, "ref_load": None, "colocate": False, **TRACKERS}
 """Settings whose files a trial does not need, or that would have an engine wait for a trainer."""
 
 
@@ -74,7 +75,9 @@ class TryGroup(Group):
         None, description="YAML file of what the model says: a list of turns, or a list of such lists, one a row."
     )
     engine_url: str | None = Field(
-        None, description="SGLang server that runs already, such as http://127.0.0.1:30000 [one is started]."
+        None,
+        description="SGLang server that runs already, such as http://127.0.0.1:30000; its --api-key, if it has one, "
+        "is read from SLEUTH_ENGINE_KEY [one is started].",
     )
 
 

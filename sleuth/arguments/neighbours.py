@@ -10,7 +10,10 @@ UNSUPPORTED = {
     "lora_rank": "LoRA is not supported yet; all parameters are trained",
     "lora_alpha": "LoRA is not supported yet; all parameters are trained",
     "use_critic": "critics (PPO) are not supported; --advantage-estimator grpo needs none",
-    "wandb_key": "a key on a command line is readable by everyone on the machine; set WANDB_API_KEY in the environment",
+    "wandb_key": (
+        "a key on a command line is readable by everyone on the machine; set WANDB_API_KEY or WANDB_KEY in the "
+        "environment"
+    ),
     "optimizer_cpu_offload": "offloading the optimizer to the CPU is not supported yet",
     "fp8_format": "fp8 training is not supported yet; use --dtype bfloat16",
     "bf16": "there is one flag for the precision: --dtype bfloat16",

@@ -45,7 +45,7 @@ def flag(name: str) -> str:
 _NORMALISED = ("grpo", "gspo", "cispo")
 
 TABLE = (
-    _needs("save_interval save_keep", "save"),
+    _needs("save_interval save_keep async_save", "save"),
     _needs("finetune", "load"),
     _needs("apply_chat_template_kwargs tool_key", "apply_chat_template"),
     _needs(
@@ -59,6 +59,8 @@ TABLE = (
         "has no effect with --eval-temperature 0 alone, which is greedy; add a temperature, or drop {flag}",
     ),
     _needs("wandb_project wandb_group", "use_wandb"),
+    _needs("swanlab_project", "use_swanlab"),
+    _needs("trackio_project", "use_trackio"),
     _needs("kl_loss_coef kl_loss_type", "use_kl_loss"),
     _needs("kl_penalty_type", "kl_coef"),
     _needs("overlong_penalty_factor", "overlong_buffer_len"),

@@ -1,5 +1,5 @@
-import importlib.util
 import logging
+import os
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -21,6 +21,10 @@ class TrackerSettings:
     use_wandb: bool = False
     wandb_project: str = "sleuth"
     wandb_group: str | None = None
+    use_swanlab: bool = False
+    swanlab_project: str = "sleuth"
+    use_trackio: bool = False
+    trackio_project: str = "sleuth"
 
     def to_dict(self):
         return {"num_rollout": self.num_rollout}
@@ -89,10 +93,42 @@ def test_tensorboard_gets_every_metric_and_a_resumed_run_replaces_its_steps(tmp_
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
-def test_wandb_that_is_not_installed_is_an_error_that_says_what_to_do(tmp_path):
-    with pytest.raises(ValueError, match="pip install wandb"):
-        Tracker(TrackerSettings(use_wandb=True), tmp_path)
+def test_a_tracker_that_cannot_start_is_told_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    with Tracker(TrackerSettings(use_wandb=True, use_tensorboard=True), tmp_path) as tracker:
+        tracker.log(1, {"train/loss": 0.5})
+    assert caplog.text.count("wandb gets no more metrics: ModuleNotFoundError") == 1
+    assert tensorboard_scalars(tmp_path / "tensorboard", "train/loss") == [(1, 0.5)]
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["train/loss"] == 0.5
+
+
+def test_a_full_disk_is_told_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with Tracker(TrackerSettings(), tmp_path) as tracker:
+        monkeypatch.setattr(tracker._file, "write", full)
+        tracker.log(1, {"train/loss": 0.5})
+    assert "the metrics of step 1 are not in metrics.jsonl: [Errno 28]" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "used"), [({"WANDB_KEY": "k"}, "k"), ({"WANDB_KEY": "k", "WANDB_API_KEY": "a"}, "a")]
+)
+def test_wandb_takes_its_key_from_either_variable(tmp_path, monkeypatch, given, used):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    for name in ("WANDB_KEY", "WANDB_API_KEY"):
+        os.environ.pop(name, None)
+    os.environ.update(given)
+    seen = []
+
+    def init(**_):
+        seen.append(os.environ["WANDB_API_KEY"])
+        return SimpleNamespace(id="x", log=print, define_metric=lambda *_, **__: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    Tracker(TrackerSettings(use_wandb=True), tmp_path).close()
+    assert seen == [used]
 
 
 def test_a_resumed_run_continues_its_wandb_run(tmp_path, monkeypatch):

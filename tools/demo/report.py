@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,9 @@ def _all(lines: list[MetricsLine], ending: str) -> Callable[[MetricsLine], float
 def _of_hop(lines: list[MetricsLine], *, two: bool) -> dict[str, Change]:
     """The rows of the table for two-hop questions, or for all others; `questions` says how many there are."""
     rows = {key: (part, end) for _, key, part, end in ROWS if key in HOP_ROWS}
-    table = {key: _change(lines, lambda line, at=at: _over_sources(line, *at, two=two)) for key, at in rows.items()}
+    table = {
+        key: _change(lines, partial(_over_sources, part=part, end=end, two=two)) for key, (part, end) in rows.items()
+    }
     count = _change(lines, lambda line: sum(_source_counts(line, "/t1.0/", two=two).values()) or None)
     return table | {"questions": count}
 
@@ -119,8 +122,8 @@ def _source_counts(line: MetricsLine, part: str, *, two: bool) -> dict[str, floa
 
 def _over_sources(line: MetricsLine, part: str, end: str, *, two: bool) -> float | None:
     counts = _source_counts(line, part, two=two)
-    values = {source: line.get(source + end) for source in counts}
-    if not counts or None in values.values():
+    values = {source: line[source + end] for source in counts if source + end in line}
+    if not counts or len(values) < len(counts):
         return None
     return sum(counts[source] * values[source] for source in counts) / sum(counts.values())
 

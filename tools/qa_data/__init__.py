@@ -1,0 +1,1 @@
+"""The parts of tools/prepare_data.py: public sets, reading files of any kind, checking rows, writing parquet."""
