@@ -56,16 +56,16 @@ END
     echo "== $STEPS steps of GRPO: Ray, one SGLang engine and the Megatron trainer on this CPU"
     run "$PYTHON" train.py \
         --hf-checkpoint "$MODEL" --ref-load "$RUN_DIR/ref" --save "$RUN_DIR/checkpoints" --save-interval 20 --save-keep 2 \
-        --prompt-data data/demo/train.parquet --input-key prompt --label-key reward_model --apply-chat-template \
+        --prompt-data data/demo/train_mixed.parquet --input-key prompt --label-key reward_model --apply-chat-template \
         --rollout-shuffle --num-rollout "$STEPS" --rollout-batch-size 8 --n-samples-per-prompt 8 --global-batch-size 64 \
         --rollout-max-response-len 48 --rollout-max-context-len 512 --rollout-temperature 1 \
-        --eval-interval 10 --eval-prompt-data demo "data/demo/test.parquet@[0:$QUESTIONS]" \
+        --eval-interval 10 --eval-prompt-data demo "data/demo/test_mixed.parquet@[0:$QUESTIONS]" \
         --eval-temperature 0 1 \
         --colocate --actor-num-nodes 1 --actor-num-gpus-per-node 1 --rollout-num-gpus 1 --rollout-num-gpus-per-engine 1 \
         --use-dynamic-batch-size --max-tokens-per-gpu 2048 --balance-data \
         --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl \
         --eps-clip 0.2 --eps-clip-high 0.28 --entropy-coef 0 \
-        --optimizer adam --lr 1.2e-4 --lr-decay-style linear --min-lr 1.2e-5 --weight-decay 0.01 --adam-beta1 0.9 --adam-beta2 0.98 \
+        --optimizer adam --lr 2e-4 --lr-decay-style linear --min-lr 2e-5 --weight-decay 0.01 --adam-beta1 0.9 --adam-beta2 0.98 \
         --clip-grad 1.0 --max-logprob-diff 1e-4 \
         --custom-generate-function-path generate_with_search.generate \
         --custom-rm-path generate_with_search.reward_func \

@@ -95,7 +95,7 @@ train() {
         --prompt-data data/demo/train.parquet --input-key prompt --label-key reward_model --apply-chat-template \
         --rollout-shuffle --rollout-batch-size 8 --n-samples-per-prompt 8 --global-batch-size 64 \
         --rollout-max-response-len 48 --rollout-max-context-len 320 --rollout-temperature 1 \
-        --colocate --cpu-threads-per-engine 2 --sglang-max-total-tokens 24576 \
+        --colocate --sglang-max-total-tokens 24576 \
         --use-dynamic-batch-size --max-tokens-per-gpu 2048 --log-probs-chunk-size 256 \
         --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 \
         --lr 2e-5 --weight-decay 0 --adam-beta2 0.98 --clip-grad 1.0 --max-logprob-diff "$MAX_DIFF" \

@@ -152,7 +152,7 @@ def start(args: Args, run_dir: Path, interruption: Interruption, warnings: list[
     except KeyboardInterrupt as interrupted:
         sys.exit(str(interrupted) or "interrupted before the first step")
     except Exception as error:
-        sys.exit(failure_message(error, run_dir))
+        sys.exit(failure_message(error, run_dir, args.save))
 
 
 if __name__ == "__main__":

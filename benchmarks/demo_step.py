@@ -2,12 +2,13 @@
 
     python -m benchmarks.demo_step [--steps 6] [--questions 200] [--run-dir DIR] [-- FLAGS FOR train.py]
     python -m benchmarks.demo_step --steps 6 -- --sglang-chunked-prefill-size 512
+    python -m benchmarks.demo_step --script run_smollm2.sh --steps 4 --questions 8 -- --dtype float32
 
-It runs `run_demo.sh` and watches what that starts. The phases of a step are those that train.py times (`time/...` in
-metrics.jsonl); the first step, which warms everything up, is left out, and the others are averaged. "Busy" are
-processor seconds of a phase, by process: they are what to compare where other work keeps the machine busy, and the
-column "others" says whether it did. Where they add up to less than the seconds times the cores, cores had nothing to do
-or other work had them. The last line is one JSON object.
+It runs `run_demo.sh`, or another script with its options, and watches what that starts. The phases of a step are those
+that train.py times (`time/...` in metrics.jsonl); the first step, which warms everything up, is left out, and the
+others are averaged. "Busy" are processor seconds of a phase, by process: they are what to compare where other work
+keeps the machine busy, and the column "others" says whether it did. Where they add up to less than the seconds times
+the cores, cores had nothing to do or other work had them. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -164,6 +165,7 @@ def summary(steps: Sequence[Mapping[str, float]], started: float, usage: Usage) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--script", choices=("run_demo.sh", "run_smollm2.sh"), default="run_demo.sh")
     parser.add_argument(
         "--steps", type=whole_number(2), default=6, help="steps of the run, of which the first warms up [6]"
     )
@@ -175,7 +177,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run_dir = (options.run_dir or Path(folder) / "run").resolve()
-        command = ["bash", "run_demo.sh", "--steps", str(options.steps), "--questions", str(options.questions)]
+        command = ["bash", options.script, "--steps", str(options.steps), "--questions", str(options.questions)]
         started = time.time()
         with subprocess.Popen(
             [*command, "--run-dir", str(run_dir), "--", *options.flags], cwd=ROOT, stdout=sys.stderr

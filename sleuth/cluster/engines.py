@@ -92,10 +92,7 @@ class Engines:
                 troubles.append(trouble)
             if not troubles:
                 raise
-            remedy = "start again"
-            if self.args.save:
-                remedy += f"; --load {self.args.save} goes on from the last checkpoint"
-            raise EngineDiedError(f"{'; '.join(troubles)}; {remedy}") from error
+            raise EngineDiedError(f"{'; '.join(troubles)}; start again") from error
 
     def hold_still(self) -> None:
         """Take no new requests, end those under way (nobody waits for them any more), flush the caches."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import ray
 
 from sleuth.arguments import Args
+from sleuth.checkpoints import saved_step
 from sleuth.metrics.console import ProgressSafeHandler
 from sleuth.paths import full_folder
 from sleuth.sample import shortened
@@ -68,10 +71,11 @@ def configure_logging(run_dir: Path, name: str, args: Args | None = None) -> Non
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
-def failure_message(error: Exception, run_dir: Path) -> str:
-    """One line for the terminal that says why the run ended; the traceback goes to the driver's log.
+def failure_message(error: Exception, run_dir: Path, save: Path | None = None) -> str:
+    """A line for the terminal that says why the run ended; the traceback goes to the driver's log, which is named next.
 
-    For an error in an actor it is the message of the original error, without Ray's wrapping.
+    For an error in an actor it is the message of the original error, without Ray's wrapping. If `save` holds a
+    checkpoint, a last line says that a run can go on from it.
     """
     logger.info("the run ended with an error", exc_info=error)
     cause = getattr(error, "cause", None) or error
@@ -80,7 +84,17 @@ def failure_message(error: Exception, run_dir: Path) -> str:
         or full_folder(cause, run_dir)
         or shortened(f"{type(cause).__name__}: {cause}", LONGEST_RECORD // 2)
     )
-    return f"error: {redact(shortened(told, LONGEST_RECORD // 2))}\n(traceback: {run_dir / 'logs' / 'driver.log'})"
+    lines = [
+        f"error: {redact(shortened(told, LONGEST_RECORD // 2))}",
+        f"(traceback: {run_dir / 'logs' / 'driver.log'})",
+    ]
+    return "\n".join([*lines, *_way_on(save)])
+
+
+def _way_on(save: Path | None) -> Iterator[str]:
+    with suppress(ValueError):  # a tracker that names no checkpoint
+        if save is not None and (step := saved_step(save)) is not None:
+            yield f"--load {save} goes on from step {step}, its newest checkpoint"
 
 
 def _death(error: Exception, run_dir: Path) -> str | None:
@@ -90,6 +104,5 @@ def _death(error: Exception, run_dir: Path) -> str | None:
         return None
     return (
         f"expected {found[1]} (process {found[2]}) to live until the end, found it dead: killed, or out of memory "
-        f"(its log is in {run_dir / 'logs'}); start again, with --load and the folder of --save to go on from the last "
-        "checkpoint"
+        f"(its log is in {run_dir / 'logs'}); start again"
     )

@@ -25,8 +25,6 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from sleuth.leftovers import record
-
 SHARED_MEMORY = "/dev/shm"
 DEVICE_ARGUMENT = 6
 """Where `rebuild_cuda_tensor` takes the device."""
@@ -56,6 +54,8 @@ def decode(text: str) -> Any:
 
 def shared_buffer(size: int) -> Tensor:
     """Bytes [size] in a file of shared memory; it goes with the last process that has it."""
+    from sleuth.leftovers import record  # here: it needs a package that a GPU's memory can do without
+
     with _sharing_by_name():
         storage = torch.UntypedStorage._new_shared(size)
         manager, name, _ = storage._share_filename_cpu_()

@@ -97,14 +97,6 @@ class Run:
             self.found[version] = (difference, [found for _, found in answers])
         torch.distributed.barrier()
 
-    def ask_checker(self, action: str, name: str = "") -> None:
-        """What SGLang's own comparison of weights says, in each engine."""
-        if self.rank == 0:
-            session = engine_session()
-            bodies = [session.post(f"{url}/weights_checker", json={"action": action}, timeout=60) for url in self.urls]
-            self.found[name] = [body.json() for body in bodies]
-        torch.distributed.barrier()
-
     def by_tensor(self, version: str, sources: list[Source], **options: Any) -> None:
         weights = self.trainer.hf_weights()
         options = {"bucket_bytes": SMALL, "sources": sources, "ranks": self.ranks} | options
@@ -155,16 +147,9 @@ def updates(rank: int, world: int, folder: Path, urls: list[str]) -> dict[str, A
     run.by_tensor("in band", ALIKE, in_band=True)
     run.compare("in band")
 
-    run.ask_checker("snapshot")
-    run.by_tensor("again", CROSSED)
-    run.ask_checker("compare", "same bytes")
-
-    run.ask_checker("checksum", "checksum")
-    run.ask_checker("snapshot")
     tensor_way.flatten = corrupted if rank == 2 else FLATTEN
     run.by_tensor("corrupted", ALIKE)
     run.compare("corrupted")
-    run.ask_checker("compare", "other bytes")
 
     tensor_way.flatten = broken if rank == 3 else FLATTEN
     run.fails("broken", ALIKE)
@@ -209,15 +194,11 @@ def test_the_probe_finds_a_byte_that_arrived_otherwise(found: list[dict[str, Any
     assert not difference < 100 * NATS
 
 
-def test_sglang_finds_the_same_bytes_by_two_ways_and_those_that_differ(found: list[dict[str, Any]]) -> None:
-    assert [answer["success"] for answer in found[0]["same bytes"]] == [True, True]
-    assert [answer["success"] for answer in found[0]["other bytes"]] == [True, False]  # rank 2 serves the second
-
-
-def test_sglangs_checksums_still_need_cuda(found: list[dict[str, Any]]) -> None:
+def test_sglangs_checksums_still_need_cuda(urls: list[str]) -> None:
     """If this fails, they can be compared after every update."""
-    if not torch.cuda.is_available():
-        assert all("CUDA" in answer["message"] for answer in found[0]["checksum"])
+    answer = engine_session().post(f"{urls[0]}/weights_checker", json={"action": "checksum"}, timeout=60).json()
+    assert answer["success"] or "CUDA" in answer["message"]
+    assert answer["success"] == torch.cuda.is_available()
 
 
 def test_what_fails_on_one_rank_is_told_on_all(found: list[dict[str, Any]]) -> None:

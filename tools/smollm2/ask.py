@@ -12,11 +12,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import requests
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 if not __package__:  # run as a script: make the project importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -42,16 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     answers = []
-    for row in pq.read_table(options.data / "test.parquet").slice(0, options.count).to_pylist():
-        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
-        answer = ask(model, tokenizer, prompt, options.search_url)
+    for row in pq.read_table(options.questions).slice(0, options.count).to_pylist():
+        rendered: Any = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)
+        answer = ask(model, tokenizer, rendered["input_ids"], options.search_url)
         right = answer is not None and em_check(answer, row["golden_answers"])
         print(f"{row['question']} -> {answer or 'no answer'} ({'right' if right else 'wrong'})")
         answers.append(answer)
     return int(not any(answers))
 
 
-def ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], search_url: str) -> str | None:
+def ask(model: Any, tokenizer: PreTrainedTokenizerBase, ids: list[int], search_url: str) -> str | None:
     """The answer to a rendered prompt `ids`, after at most TURNS turns; None if there is none."""
     for _ in range(TURNS):
         out = model.generate(
