@@ -137,8 +137,9 @@ def _evaluation_averages(samples: Sequence[Sample]) -> dict[str, float]:
     if not samples:
         return {}
     components = _averages("", samples, lambda sample: sample.reward_components)
+    own = {name: value for name, value in components.items() if name not in _COMPONENT_NAMES}
     reported = _averages("", samples, lambda sample: sample.rollout_metrics)
-    averages = {short: components[name] for name, short in _COMPONENT_NAMES.items() if name in components}
+    averages = own | {short: components[name] for name, short in _COMPONENT_NAMES.items() if name in components}
     if "searches" in reported:
         averages["searches"] = reported["searches"]
     return averages | {
