@@ -45,6 +45,8 @@ ROLLOUT = (
     Metric(
         "rollout/zero_variance_groups", "groups", "prompts whose samples all got the same reward: they teach nothing"
     ),
+    Metric("rollout/repeated_prompts", "groups", "prompts that came before in the same step"),
+    Metric("rollout/empty_labels", "groups", "prompts whose label holds no answer"),
     Metric(
         "rollout/failed_samples",
         "samples",
