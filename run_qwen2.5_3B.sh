@@ -288,6 +288,7 @@ print(json.dumps({"env_vars": variables}))
 END
 )"
 # Ray gives a job's command to a shell without quoting it: so the command stands in a file, which is also its record.
+(umask 077 && : >"$RUN_DIR/job.sh") # the command may hold a password
 printf 'exec %q %q' "$PYTHON" "$PWD/train.py" >"$RUN_DIR/job.sh"
 printf ' %q' "${TRAIN_ARGS[@]}" >>"$RUN_DIR/job.sh"
 submission_id="sleuth-$MODEL-$(date -u +%Y%m%d-%H%M%S)-$$"

@@ -28,6 +28,7 @@ from sleuth.cluster.sync import sync_weights
 from sleuth.leftovers import remove_leftovers
 from sleuth.metrics.timing import timed
 from sleuth.metrics.tracker import Tracker
+from sleuth.paths import full_folder
 from sleuth.secrets import redact
 
 logger = logging.getLogger("train")
@@ -60,6 +61,7 @@ def train(args: Args, run: Run, tracker: Tracker) -> None:
             with timed(saving, "save"):
                 run.save()
             tracker.log(step, saving)
+    run.finish_save()
 
 
 def rollout_and_train(run: Run, step: int, metrics: dict[str, float]) -> None:
@@ -159,9 +161,12 @@ def main() -> None:
 
 def start(args: Args, run_dir: Path, interruption: Interruption, warnings: list[str]) -> None:
     """The run itself, in folders of its own; ends the process, with a line that says why, where it fails."""
-    configure_logging(run_dir, "driver", args)
+    try:
+        configure_logging(run_dir, "driver", args)
+        args.write(run_dir / "config.yaml")
+    except OSError as error:
+        sys.exit(f"error: {full_folder(error, run_dir) or error}")
     remove_leftovers()
-    args.write(run_dir / "config.yaml")
     console = Console()
     console.print(config_table(args, only_changed=True, default_sections=default_sections(args)))
     console.print(f"all else is as by default: {run_dir / 'config.yaml'}", soft_wrap=True, markup=False)
@@ -184,7 +189,7 @@ def start(args: Args, run_dir: Path, interruption: Interruption, warnings: list[
     except KeyboardInterrupt as interrupted:
         sys.exit(str(interrupted) or "interrupted before the first step")
     except Exception as error:
-        sys.exit(failure_message(error, run_dir))
+        sys.exit(failure_message(error, run_dir, args.save))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
 
 Real engines, and trajectories as a search hook makes them: a prompt of an instruction that all share and a question of
 the group's own, then turns of a few generated tokens and an observation of 64. The reference sends each request to the
-next engine in turn. Both begin with empty caches. The last line is one JSON object: shares of prompt tokens served from
-the caches, ratio of the tokens that remain to be computed (reference / ours), and the seconds of both.
+next engine in turn; a third way is SGLang's router (--router of a run). All begin with empty caches. The last line is
+one JSON object: shares of prompt tokens served from the caches, ratio of the tokens that remain to be computed
+(reference / ours), and the seconds of each.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ import asyncio
 import itertools
 import json
 import random
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import requests
-
 from benchmarks.options import whole_number
+from sleuth.engine.key import engine_session
+from sleuth.engine.router import RouterProcess
 from sleuth.engine.server import EngineConfig, EngineServer
 from sleuth.rollout.engine_client import EngineClient, embedding_size
 from sleuth.rollout.routing import Router, one_trajectory
@@ -57,13 +59,16 @@ def random_ids(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(100, 1000) for _ in range(count)]
 
 
-async def measure(urls: list[str], args: argparse.Namespace, router: Router | None) -> dict[str, float]:
+async def measure(
+    urls: list[str], args: argparse.Namespace, router: Router | None = None, router_url: str | None = None
+) -> dict[str, float]:
     for url in urls:
-        requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
+        engine_session().post(f"{url}/flush_cache", timeout=60).raise_for_status()
     rng = random.Random(0)
     instruction = random_ids(rng, INSTRUCTION)
     prompts = [instruction + random_ids(rng, QUESTION) for _ in range(args.groups)]
-    async with EngineClient(urls, max_concurrency=PLACES, vocab_size=embedding_size(args.model)) as client:
+    vocabulary = embedding_size(args.model)
+    async with EngineClient(urls, max_concurrency=PLACES, vocab_size=vocabulary, router_url=router_url) as client:
         if router is not None:
             client._router = router
         start = time.perf_counter()
@@ -94,11 +99,14 @@ def main() -> None:
         servers = [EngineServer(EngineConfig(args.model, dtype="float32")) for _ in range(args.engines)]
         urls = [stack.enter_context(server).url for server in servers]
         reference = asyncio.run(measure(urls, args, InTurn(urls)))
-        ours = asyncio.run(measure(urls, args, None))
-    for name, found in (("in turn", reference), ("by trajectory", ours)):
-        print(f"{name:14s} {found['share']:6.1%} of prompt tokens from the caches, {found['seconds']:6.1f} s")
+        ours = asyncio.run(measure(urls, args))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        with RouterProcess(urls, Path(folder) / "router.log") as process:
+            routed = asyncio.run(measure(urls, args, router_url=process.url))
+    for name, found in (("in turn", reference), ("by trajectory", ours), ("SGLang's router", routed)):
+        print(f"{name:16s} {found['share']:6.1%} of prompt tokens from the caches, {found['seconds']:6.1f} s")
     result: dict[str, Any] = {"name": "prefix_cache", "engines": args.engines, "groups": args.groups}
-    result |= {"samples": args.samples, "turns": args.turns, "ours": ours, "reference": reference}
+    result |= {"samples": args.samples, "turns": args.turns, "ours": ours, "reference": reference, "router": routed}
     print(json.dumps(result | {"ratio": round((1 - reference["share"]) / (1 - ours["share"]), 2)}))
 
 

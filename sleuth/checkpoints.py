@@ -3,6 +3,7 @@
 `sleuth.megatron.checkpoint` writes and reads their content.
 
     <folder>/latest_checkpointed_iteration.txt      the tracker: the step of the newest whole checkpoint
+    <folder>/newest_good_iteration.txt              the step of the newest that training is known to have gone on from
     <folder>/iter_0000020/                          a whole checkpoint
 
 A checkpoint is written to a hidden folder beside its place (`unfinished_folder`); `publish` then renames the folder and
@@ -25,6 +26,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
+GOOD = "newest_good_iteration.txt"
 DESCRIPTION = "sleuth.json"
 CONFIGURATION = "config.yaml"
 """The configuration of the run that saved a checkpoint."""
@@ -161,23 +163,51 @@ def publish(unfinished: Path, folder: Path, step: int) -> None:
     if older is None:
         unfinished.rename(place)
     _sync_to_disk(folder)
-    _write_tracker(folder, str(step))
+    _write_text(folder, TRACKER, str(step))
     if older is not None:
         shutil.rmtree(older)
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
-    """Keep `keep` checkpoints, that of `step` and the latest others, and delete the rest; 0 keeps all."""
+    """Keep `keep` checkpoints, that of `step` and the latest others, and the good one; delete the rest. 0 keeps all."""
     if keep == 0:
         return
     found = [path for path in folder.iterdir() if re.fullmatch(r"iter_\d{7,}", path.name)]
     # If the run resumed from an earlier checkpoint, the one just saved does not have the highest number.
     found.sort(key=lambda path: (path == checkpoint_folder(folder, step), path.name))
+    good = good_checkpoint(folder)
     for path in found[:-keep]:
+        if path == good:
+            continue
         # Hidden first: a deletion that is cut short must not look like a checkpoint.
         doomed = folder / f"{_UNFINISHED}pruned-{path.name}"
         path.rename(doomed)
         shutil.rmtree(doomed)
+
+
+def mark_good(folder: Path, step: int) -> None:
+    """Note that training went on from the checkpoint of `step`: its weights gave a finite loss and gradient."""
+    _write_text(folder, GOOD, str(step))
+
+
+def good_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that training is known to have gone on from; None if there is none."""
+    note = folder / GOOD
+    text = note.read_text(errors="replace").strip() if note.is_file() else ""
+    place = checkpoint_folder(folder, int(text)) if text.isdecimal() else None
+    return place if place is not None and is_checkpoint(place) else None
+
+
+def set_back(folder: Path, ruined: int) -> Path | None:
+    """Have the tracker name the good checkpoint instead of that of step `ruined`.
+
+    Returns the good one. None, and nothing is changed, if there is none or the tracker names another already.
+    """
+    good = good_checkpoint(folder)
+    if good is None or _tracked(folder) != checkpoint_folder(folder, ruined) or good == _tracked(folder):
+        return None
+    _write_text(folder, TRACKER, good.name.removeprefix("iter_").lstrip("0") or "0")
+    return good
 
 
 def _replace(unfinished: Path, place: Path) -> Path:
@@ -204,11 +234,12 @@ def _exchange(first: Path, second: Path) -> bool:
     raise OSError(number, os.strerror(number), str(first), None, str(second))
 
 
-def _write_tracker(folder: Path, text: str) -> None:
-    temporary = folder / f".{TRACKER}"
+def _write_text(folder: Path, name: str, text: str) -> None:
+    """Write a small file of `folder` so that it is at every moment the old or the new one."""
+    temporary = folder / f".{name}"
     temporary.write_text(text)
     _sync_to_disk(temporary)
-    temporary.rename(folder / TRACKER)
+    temporary.rename(folder / name)
     _sync_to_disk(folder)
 
 

@@ -26,6 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from sleuth.paths import full_folder
 from sleuth.processes import ProcessName
 
 logger = logging.getLogger(__name__)
@@ -150,9 +151,7 @@ def _write(descriptor: int, record: str, folder: Path) -> None:
         os.pwrite(descriptor, record.encode(), 0)
         os.fsync(descriptor)
     except OSError as error:
-        raise OSError(
-            error.errno, f"cannot write to {folder} ({os.strerror(error.errno or 0)}); make room there"
-        ) from None
+        raise OSError(full_folder(error, folder) or f"cannot write to {folder}: {error}") from None
 
 
 def _what() -> str:

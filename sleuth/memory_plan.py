@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sleuth.arguments import Args
+if TYPE_CHECKING:
+    from sleuth.arguments import Args
 
 GB = 1e9
 BF16, FP32 = 2, 4
@@ -320,6 +321,6 @@ def _changes(args: Args, context: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def checkpoints_kept(args: Args) -> int:
-    """How many checkpoints lie in --save at most: the oldest goes once the newest is whole."""
+    """How many checkpoints lie in --save at most: the oldest goes once the newest is whole, the good one stays."""
     saves = math.ceil(args.num_rollout / args.save_interval)
-    return min(saves, args.save_keep + 1) if args.save_keep else saves
+    return min(saves, max(args.save_keep, 2) + 1) if args.save_keep else saves

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from pathlib import Path
 
 
@@ -16,6 +18,18 @@ def check_writable(folder: Path, name: str) -> None:
     existing = nearest_existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ValueError(f"{name}: expected a folder that can be written, found {existing}; choose another")
+
+
+def full_folder(error: BaseException, *folders: Path) -> str | None:
+    """A sentence that names the fullest of `folders`, if `error` says no more than that a disk is full; else None."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    if error.strerror != os.strerror(error.errno):
+        return None  # it has a message of its own
+    places = [nearest_existing(Path(error.filename) if error.filename else folder) for folder in folders]
+    folder = min(places, key=lambda place: shutil.disk_usage(place).free)
+    free = shutil.disk_usage(folder).free
+    return f"expected room in {folder}, found {free / 1e6:.1f} MB free ({os.strerror(error.errno)}); make room there"
 
 
 def follow_umask(folder: Path) -> None:

@@ -109,6 +109,22 @@ def test_the_checkpoint_just_saved_stays_where_later_ones_are_left_of_an_abandon
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000025", "iter_0000060"]
 
 
+def test_the_good_checkpoint_is_kept_and_gone_on_from_instead_of_a_ruined_one(tmp_path: Path) -> None:
+    for step in (20, 40, 60):
+        save(tmp_path, step, "x")
+    assert checkpoints.set_back(tmp_path, 60) is None  # none is known to be good
+    checkpoints.mark_good(tmp_path, 20)
+    checkpoints.prune(tmp_path, 60, keep=1)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000020", "iter_0000060"]
+    assert checkpoints.set_back(tmp_path, 40) is None  # which is not the newest
+    assert checkpoints.saved_step(tmp_path) == 60
+    assert checkpoints.set_back(tmp_path, 60) == checkpoint_folder(tmp_path, 20)
+    assert checkpoints.saved_step(tmp_path) == 20
+    assert checkpoints.set_back(tmp_path, 20) is None  # the good one itself
+    checkpoints.mark_good(tmp_path, 99)
+    assert checkpoints.good_checkpoint(tmp_path) is None  # it is not there
+
+
 def test_a_tracker_that_names_nothing(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path) is None
     save(tmp_path, 4, "x")

@@ -25,15 +25,21 @@ def commands(page: Path) -> list[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
-    headings = {
-        re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)
-    }
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     for target in re.findall(r"\]\(([^)]+)\)", prose):
-        if target.startswith("#"):
-            assert target[1:] in headings, f"{page.name} links to {target}, which is no heading"
-        elif "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+        if "://" in target:
+            continue
+        path, _, heading = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), f"{page.name} links to {target}, which is not there"
+        if heading:
+            assert heading in headings_of(linked), f"{page.name} links to {target}, which is no heading"
+
+
+def headings_of(page):
+    """The headings, as links name them."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in found}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -13,8 +13,9 @@ from aiohttp import web
 from yarl import URL
 
 from google_search_server import google_search
+from sleuth.pages.text import CONTEXT_CHARS, decode_page, snippet_context
 from sleuth.search import QueryError, SearchError, http, pages, to_passage
-from sleuth.search.pages import check_public, decode_page, is_public, snippet_context
+from sleuth.search.pages import check_public, is_public
 from tests.scripted import serving
 
 KEY = "s3cret-key-0123456789"
@@ -395,7 +396,7 @@ def test_a_long_paragraph_is_cut_at_words() -> None:
     context = snippet_context(html(text).decode(), "the needle in it")
     assert context is not None
     assert "the needle in it" in context
-    assert len(context) <= 2 * pages.CONTEXT_CHARS + 20
+    assert len(context) <= 2 * CONTEXT_CHARS + 20
     assert set(context.split()) == {"word", "the", "needle", "in", "it"}
 
 

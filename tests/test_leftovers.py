@@ -16,7 +16,7 @@ import pytest
 from sleuth import leftovers
 from sleuth.leftovers import record, remove_leftovers
 from sleuth.processes import ProcessName
-from sleuth.weight_sync.tensor import shared_buffer
+from sleuth.weight_sync.handles import shared_buffer
 
 ROOT = Path(__file__).parents[1]
 MAKE = """
@@ -127,7 +127,7 @@ def test_another_users_files_and_notes_are_left_alone(tmp_path: Path, temporary_
 def test_memory_for_weights_goes_although_its_process_and_torchs_manager_were_killed(tmp_path: Path) -> None:
     program = """
 import os, time
-from sleuth.weight_sync.tensor import shared_buffer
+from sleuth.weight_sync.handles import shared_buffer
 buffer = shared_buffer(4096)
 import psutil
 for child in psutil.Process().children():

@@ -46,6 +46,7 @@ def test_weights_go_to_the_engines_at_intervals_before_evaluations_and_at_the_en
         update_weights_interval=interval,
         save=None,
         save_on_exit=True,
+        async_save=True,
         save_interval=1,
         max_logprob_diff=None,
     )

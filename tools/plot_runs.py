@@ -39,12 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 COLUMNS = {
-    "EM, T = 1": "exact_match_t1",
-    "EM, greedy": "exact_match_greedy",
-    "format, T = 1": "format_t1",
-    "searches, T = 1": "searches_t1",
-    "reward, T = 1": "reward_t1",
+    "EM, greedy": ("table", "exact_match_greedy"),
+    "EM, T = 1": ("table", "exact_match_t1"),
+    "searches, one-hop": ("one_hop", "searches_t1"),
+    "searches, two-hop": ("two_hop", "searches_t1"),
+    "EM, greedy, two-hop": ("two_hop", "exact_match_greedy"),
+    "EM, T = 1, two-hop": ("two_hop", "exact_match_t1"),
+    "format, T = 1": ("table", "format_t1"),
 }
+"""Heading, part of summary.json, key in it."""
 
 
 def markdown_table(run_dirs: Sequence[Path], labels: Sequence[str]) -> list[str]:
@@ -54,8 +57,8 @@ def markdown_table(run_dirs: Sequence[Path], labels: Sequence[str]) -> list[str]
     for run, label in zip(run_dirs, labels, strict=True):
         path = run / "summary.json"
         summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        table = summary.get("table", {})
-        numbers = [_change(table.get(key, {})) for key in COLUMNS.values()]
+        parts = {"table": summary.get("table", {}), **summary.get("hops", {})}
+        numbers = [_change(parts.get(part, {}).get(key, {})) for part, key in COLUMNS.values()]
         lines.append([label, *numbers, *(str(summary.get(key, "missing")) for key in ("steps", "seconds"))])
     return ["| " + " | ".join(line) + " |" for line in lines]
 

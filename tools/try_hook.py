@@ -75,7 +75,9 @@ class TryGroup(Group):
         None, description="YAML file of what the model says: a list of turns, or a list of such lists, one a row."
     )
     engine_url: str | None = Field(
-        None, description="SGLang server that runs already, such as http://127.0.0.1:30000 [one is started]."
+        None,
+        description="SGLang server that runs already, such as http://127.0.0.1:30000; its --api-key, if it has one, "
+        "is read from SLEUTH_ENGINE_KEY [one is started].",
     )
 
 

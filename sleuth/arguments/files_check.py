@@ -12,7 +12,7 @@ from sleuth.arguments.args import Args
 from sleuth.arguments.parser import ArgumentsError
 from sleuth.checkpoints import JOURNAL, TRACKER, find_checkpoint, holds_checkpoint, read_description, resuming_problem
 from sleuth.data_path import DataPath
-from sleuth.engine.launch import missing_engine
+from sleuth.engine.launch import missing_engine, missing_router
 from sleuth.paths import check_writable
 
 
@@ -146,6 +146,8 @@ def _data_problems(args: Args) -> Iterator[str]:
 
 def _package_problems(args: Args) -> Iterator[str]:
     if fault := missing_engine():
+        yield fault
+    if args.router and (fault := missing_router()):
         yield fault
     for package in ("tensorboard", "wandb", "swanlab", "trackio"):
         if getattr(args, f"use_{package}") and importlib.util.find_spec(package) is None:

@@ -86,7 +86,14 @@ class CheckpointArgs(Group):
         20, description="Steps between checkpoints in --save; the last step is always saved."
     )
     save_keep: NonNegativeInt = Field(
-        3, description="How many of the latest checkpoints to keep in --save; 0 keeps all, and all of the journal."
+        3,
+        description="How many of the latest checkpoints to keep in --save, besides the newest that training is known "
+        "to have gone on from; 0 keeps all, and all of the journal.",
+    )
+    async_save: bool = Field(
+        True,
+        description="Write a checkpoint in the background, while the run goes on; training waits only until weights "
+        "and optimizer are copied to host memory. It takes its place in --save when it is whole.",
     )
     save_on_exit: bool = Field(
         True,
@@ -129,6 +136,11 @@ class ClusterArgs(Group):
     )
     cpu_threads_per_actor: PositiveInt | None = Field(
         None, description="CPU threads of each trainer process on a machine without GPUs [cores / trainer processes]."
+    )
+    cpu_threads_per_engine: PositiveInt = Field(
+        1,
+        description="CPU threads of each engine on a machine without GPUs; more than one help models of about 100 "
+        "million parameters and more, and make tiny ones many times slower.",
     )
 
 
@@ -219,10 +231,11 @@ class RolloutArgs(Group):
     )
     update_weights_through: Literal["tensor", "in_band", "distributed", "disk"] = Field(
         "tensor",
-        description="How weights reach the engines. tensor: by shared memory, or in requests where there is too little "
-        "of it; in_band: always in requests, which is slow; distributed: broadcast over a process group (NCCL on "
-        "GPUs), for engines on GPUs of their own; disk: as a Hugging Face folder under --run-dir, which the machines "
-        "of all engines must see.",
+        description="How weights reach the engines. tensor: each trainer rank leaves them where its engine reads them, "
+        "on the GPU that both use (CUDA IPC) or in shared memory, or sends them in requests where there is too little "
+        "of that; in_band: always in requests, which is slow; distributed: broadcast over process groups (NCCL on "
+        "GPUs), one for each pipeline stage, for engines on GPUs of their own; disk: as a Hugging Face folder under "
+        "--run-dir, which the machines of all engines must see.",
     )
     max_failure_rate: Fraction = Field(
         0.2, description="Stop the run when more than this share of a step's samples failed or were aborted."
@@ -295,6 +308,13 @@ class EngineArgs(Group):
     )
     sglang_max_total_tokens: PositiveInt | None = Field(
         None, description="Tokens that an engine's KV cache holds [what fits; 65536 on a CPU]."
+    )
+    router: bool = Field(
+        False,
+        description="Send requests through SGLang's router (sglang-router, cache-aware), which looks for the engine "
+        "whose prefix cache holds most of a request. It does not know trajectories and prompts: all turns of a "
+        "trajectory, and the samples of a prompt, stay together only as far as it finds their beginnings. Without it "
+        "Sleuth places them itself.",
     )
     sglang_dtype: DType | None = Field(None, description="Precision of the engines [that of --dtype].")
     sglang_options: dict[str, list[str]] = Field(

@@ -14,9 +14,12 @@ from typing import Any
 import ray
 
 from sleuth.arguments import Args
+from sleuth.cluster.memory_turns import ENGINE_PARTS
 from sleuth.cluster.placement import Device, Placement
 from sleuth.engine.actor import EngineActor
+from sleuth.engine.key import engine_key
 from sleuth.engine.option_names import option_words
+from sleuth.engine.router import RouterProcess
 from sleuth.engine.server import EngineConfig
 from sleuth.weight_sync.control import EngineGroup
 
@@ -28,7 +31,7 @@ ENGINE_ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "0"}
 
 
 class EngineDiedError(RuntimeError):
-    """An engine ended or stopped answering in the middle of a run."""
+    """An engine, or the router, ended or stopped answering in the middle of a run."""
 
 
 class Engines:
@@ -46,23 +49,36 @@ class Engines:
         self._actors = [
             # Two calls at a time: an engine that still starts can be stopped.
             remote.options(**placement.options(devices[0], ENGINE_ENVIRONMENT), max_concurrency=2).remote(
-                engine_config(args, run_dir, index, devices)
+                engine_config(args, run_dir, index, devices), engine_key()
             )
             for index, devices in enumerate(shares)
         ]
         self._on_gpu = any(device.gpu_id is not None for device in placement.engines)
         self.share_gpus = args.colocate and self._on_gpu and args.trains
         self._urls: list[str] = []
+        self._router_log = run_dir / "logs" / "router.log"
+        self._router: RouterProcess | None = None
         self._starting = [] if self.share_gpus else self._start()
 
     def _start(self) -> list[ray.ObjectRef]:
         return [actor.start.remote() for actor in self._actors]
 
     def wait_until_ready(self) -> list[str]:
-        """Wait for all engines; returns their URLs. If an engine does not start, its error is raised."""
+        """Wait for all engines, and start the router of --router; returns the engines' URLs.
+
+        If an engine does not start, its error is raised.
+        """
         self._starting = self._starting or self._start()
         self._urls = ray.get(self._starting)
+        if self.args.router and self._urls:
+            self._router = RouterProcess(self._urls, self._router_log)
+            self._router.start()
         return self._urls
+
+    @property
+    def router_url(self) -> str | None:
+        """The URL of the router; None without --router."""
+        return self._router.url if self._router else None
 
     @contextmanager
     def deaths_explained(self) -> Iterator[None]:
@@ -72,12 +88,11 @@ class Engines:
         except ray.exceptions.RayError as error:
             found = ray.get([actor.trouble.remote() for actor in self._actors])
             troubles = [f"engine {index}: {trouble}" for index, trouble in enumerate(found) if trouble]
+            if self._router and (trouble := self._router.trouble()):
+                troubles.append(trouble)
             if not troubles:
                 raise
-            remedy = "start again"
-            if self.args.save:
-                remedy += f"; --load {self.args.save} goes on from the last checkpoint"
-            raise EngineDiedError(f"{'; '.join(troubles)}; {remedy}") from error
+            raise EngineDiedError(f"{'; '.join(troubles)}; start again") from error
 
     def hold_still(self) -> None:
         """Take no new requests, end those under way (nobody waits for them any more), flush the caches."""
@@ -99,7 +114,9 @@ class Engines:
             group.post("continue_generation", {})
 
     def stop(self) -> None:
-        """Stop the engines; an engine that does not stop in time is killed with its actor."""
+        """Stop the router and the engines; an engine that does not stop in time is killed with its actor."""
+        if self._router:
+            self._router.stop()
         try:
             timeout = STOP_TIMEOUT_SECONDS_ON_GPU if self._on_gpu else STOP_TIMEOUT_SECONDS
             ray.get([actor.stop.remote() for actor in self._actors], timeout=timeout)
@@ -117,9 +134,11 @@ def engine_config(args: Args, run_dir: Path, index: int, devices: Sequence[Devic
         context_length=args.rollout_max_context_len,
         max_total_tokens=args.sglang_max_total_tokens,
         max_running_requests=args.rollout_max_concurrency,
+        cpu_threads=args.cpu_threads_per_engine,
         tensor_parallel_size=args.rollout_num_gpus_per_engine,
         gpu_ids=tuple(device.gpu_id for device in devices if device.gpu_id is not None),
         mem_fraction_static=args.sglang_mem_fraction_static,
         enable_memory_saver=args.colocate,
+        releases_graphs=args.colocate and "cuda_graph" in ENGINE_PARTS,
         extra_args=option_words(args.sglang_options),
     )

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import ray
 
 from sleuth.arguments import Args
+from sleuth.checkpoints import saved_step
 from sleuth.metrics.console import ProgressSafeHandler
+from sleuth.paths import full_folder
 from sleuth.sample import shortened
 from sleuth.secrets import hide, redact
 
@@ -31,6 +36,21 @@ class _Formatter(logging.Formatter):
         return f"{text[:half]}\n... ({len(text)} characters) ...\n{text[-half:]}"
 
 
+class _LogFile(logging.FileHandler):
+    """A file; where it cannot be written to, because the disk is full, the terminal is told so once."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            what = full_folder(error, Path(self.baseFilename).parent) or error
+            sys.stderr.write(f"the log {self.baseFilename} cannot be written: {what}\n")
+
+
 def configure_logging(run_dir: Path, name: str, args: Args | None = None) -> None:
     """Send this process's log records to `<run_dir>/logs/<name>.log`, warnings also to stderr.
 
@@ -39,7 +59,7 @@ def configure_logging(run_dir: Path, name: str, args: Args | None = None) -> Non
     hide(*(() if args is None else args.model_dump(mode="json").values()))
     folder = run_dir / "logs"
     folder.mkdir(parents=True, exist_ok=True)
-    to_file = logging.FileHandler(folder / f"{name}.log")
+    to_file = _LogFile(folder / f"{name}.log")
     to_terminal = ProgressSafeHandler()
     to_terminal.setLevel(logging.WARNING)
     # Warnings by Python's `warnings` come from libraries: they belong in the file, not on the terminal.
@@ -51,15 +71,30 @@ def configure_logging(run_dir: Path, name: str, args: Args | None = None) -> Non
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
-def failure_message(error: Exception, run_dir: Path) -> str:
-    """One line for the terminal that says why the run ended; the traceback goes to the driver's log.
+def failure_message(error: Exception, run_dir: Path, save: Path | None = None) -> str:
+    """A line for the terminal that says why the run ended; the traceback goes to the driver's log, which is named next.
 
-    For an error in an actor it is the message of the original error, without Ray's wrapping.
+    For an error in an actor it is the message of the original error, without Ray's wrapping. If `save` holds a
+    checkpoint, a last line says that a run can go on from it.
     """
     logger.info("the run ended with an error", exc_info=error)
     cause = getattr(error, "cause", None) or error
-    told = _death(cause, run_dir) or shortened(f"{type(cause).__name__}: {cause}", LONGEST_RECORD // 2)
-    return f"error: {redact(told)}\n(traceback: {run_dir / 'logs' / 'driver.log'})"
+    told = (
+        _death(cause, run_dir)
+        or full_folder(cause, run_dir)
+        or shortened(f"{type(cause).__name__}: {cause}", LONGEST_RECORD // 2)
+    )
+    lines = [
+        f"error: {redact(shortened(told, LONGEST_RECORD // 2))}",
+        f"(traceback: {run_dir / 'logs' / 'driver.log'})",
+    ]
+    return "\n".join([*lines, *_way_on(save)])
+
+
+def _way_on(save: Path | None) -> Iterator[str]:
+    with suppress(ValueError):  # a tracker that names no checkpoint
+        if save is not None and (step := saved_step(save)) is not None:
+            yield f"--load {save} goes on from step {step}, its newest checkpoint"
 
 
 def _death(error: Exception, run_dir: Path) -> str | None:
@@ -69,6 +104,5 @@ def _death(error: Exception, run_dir: Path) -> str | None:
         return None
     return (
         f"expected {found[1]} (process {found[2]}) to live until the end, found it dead: killed, or out of memory "
-        f"(its log is in {run_dir / 'logs'}); start again, with --load and the folder of --save to go on from the last "
-        "checkpoint"
+        f"(its log is in {run_dir / 'logs'}); start again"
     )

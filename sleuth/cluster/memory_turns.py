@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 TRAINER_PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 ENGINE_PARTS = ("weights", "kv_cache", "cuda_graph")
-"""SGLang's tags."""
+"""SGLang's tags. Of cuda_graph it frees something only in engines that start for it: `engine_config` looks here.
+
+It resumes graphs before weights before the KV cache, whatever the order of the tags, and its scheduler dies of one that
+was not released: a turn resumes only what an earlier one released.
+"""
 
 
 PartT = TypeVar("PartT", bound=str)

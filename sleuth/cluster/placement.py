@@ -12,8 +12,7 @@ first. Instead every process gets it with exactly its own devices, and calls the
 * NCCL reaches GPUs that a process does not see (CUDA 10.1 and later).
 * CUDA IPC needs the device of a shared tensor to be visible on both sides, under whatever number. A trainer rank and
   the engine's rank that it sends to share one device, which is in both lists. torch names it by the sender's ordinal,
-  always 0 there: so tensors must be sent by SGLang's reductions, which name it by UUID
-  (`monkey_patch_torch_reductions`, on both sides).
+  always 0 there: so `sleuth.weight_sync.handles` names it by its UUID, as SGLang's engines expect.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from sleuth.arguments import Args
 from sleuth.cluster.ray_environment import cluster_address, prepare_environment
 from sleuth.engine.devices import check_granted
 from sleuth.leftovers import record
+from sleuth.weight_sync.sources import Source, sources_of
 
 PLACEMENT_TIMEOUT_SECONDS = 120.0
 NOT_SET_BY_RAY = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -99,6 +99,11 @@ class Placement:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, device.bundle),
             "runtime_env": {"env_vars": variables | (env or {})},
         }
+
+    def sources(self, gpus_per_engine: int) -> list[Source]:
+        """Which trainer ranks serve which engine with weights."""
+        trainer, engines = ([device.bundle for device in devices] for devices in (self.trainer, self.engines))
+        return sources_of(trainer, engines, gpus_per_engine, on_gpu=self.trainer[0].gpu_id is not None)
 
     def remove(self) -> None:
         remove_placement_group(self.group)

@@ -15,6 +15,7 @@ from sleuth.arguments import Args, ArgumentsError, check_files, check_model, rea
 from sleuth.arguments.checks import flag
 from sleuth.arguments.model_check import fit_to_model
 from sleuth.arguments.model_scripts import known_model, known_models
+from sleuth.dtypes import dtype_name
 from sleuth.hooks import Settings, check_hooks, declared_settings, hook_modules, load_hook, resolve_sections
 from sleuth.memory_plan import checkpoints_kept
 from sleuth.paths import nearest_existing
@@ -229,7 +230,7 @@ def checkpoint_bytes(args: Args) -> int:
 
     with torch.device("meta"):  # no memory, no weights
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.hf_checkpoint))
-    bfloat16 = args.dtype == "bfloat16" or (args.dtype == "auto" and torch.cuda.is_available())
+    bfloat16 = dtype_name(args.dtype, on_gpu=torch.cuda.is_available()) == "bfloat16"
     return model.num_parameters() * (2 + 4 + 8 if bfloat16 else 4 + 8)
 
 

@@ -19,9 +19,12 @@ from sleuth.cluster.engines import Engines
 from sleuth.cluster.logs import configure_logging
 from sleuth.cluster.memory_turns import Turn
 from sleuth.cluster.placement import Placement
+from sleuth.engine.key import engine_key, use_engine_key
 from sleuth.rollout.collector import relax_garbage_collector
 from sleuth.rollout.manager import RolloutManager, SupervisedManager
 from sleuth.rollout.replay import ReplayManager
+
+MEANWHILE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,9 @@ def make_manager(args: Args, run_dir: Path) -> RolloutManager | SupervisedManage
 class RolloutActor:
     """Runs the manager in a process of its own."""
 
-    def __init__(self, args: Args, run_dir: Path) -> None:
+    def __init__(self, args: Args, run_dir: Path, engine_key: str) -> None:
         configure_logging(run_dir, "rollout", args)
+        use_engine_key(engine_key)
         self.args, self.run_dir = args, run_dir
 
     def load(self) -> None:
@@ -55,9 +59,9 @@ class RolloutActor:
         self.manager = make_manager(self.args, self.run_dir)
         relax_garbage_collector()
 
-    def connect(self, engine_urls: list[str], state: dict[str, Any]) -> list[int]:
+    def connect(self, engine_urls: list[str], state: dict[str, Any], router_url: str | None) -> list[int]:
         """Connect to the engines and restore the state of a checkpoint; returns the probe's token ids."""
-        self.manager.connect(engine_urls, state)
+        self.manager.connect(engine_urls, state, router_url)
         return self.manager.probe_ids()
 
     def generate(self, step: int) -> StepRefs:
@@ -79,10 +83,11 @@ class RolloutGroup:
 
     def __init__(self, args: Args, run_dir: Path, placement: Placement) -> None:
         actor: Any = ray.remote(RolloutActor)
-        self._manager = actor.options(num_cpus=0).remote(args, run_dir)
+        self._manager = actor.options(num_cpus=0).remote(args, run_dir, engine_key())
         self._loading = self._manager.load.remote()
         self.engines = Engines(args, run_dir, placement)
         self.turn_to: Callable[[Turn], None] = lambda turn: None  # see `share_memory`
+        self.meanwhile: Callable[[], None] = lambda: None  # done every few seconds while engines generate
         self.engine_urls: list[str] = []
         self.probe_ids: list[int] = []
 
@@ -93,17 +98,22 @@ class RolloutGroup:
     def wait_until_ready(self, state: dict[str, Any]) -> None:
         """Wait for the engines, and go on from the state of the checkpoint."""
         self.engine_urls = self.engines.wait_until_ready()
-        self.probe_ids = ray.get(self._manager.connect.remote(self.engine_urls, state))
+        self.probe_ids = ray.get(self._manager.connect.remote(self.engine_urls, state, self.engines.router_url))
 
     def generate(self, step: int) -> StepRefs:
         with self.deaths_explained():
             self.turn_to(Turn.GENERATE)
-            return ray.get(self._manager.generate.remote(step))
+            return self._answer(self._manager.generate.remote(step))
 
     def evaluate(self, step: int) -> dict[str, float]:
         with self.deaths_explained():
             self.turn_to(Turn.GENERATE)
-            return ray.get(self._manager.evaluate.remote(step))
+            return self._answer(self._manager.evaluate.remote(step))
+
+    def _answer(self, reference: ray.ObjectRef) -> Any:
+        while not ray.wait([reference], timeout=MEANWHILE_SECONDS)[0]:
+            self.meanwhile()
+        return ray.get(reference)
 
     def probe_engines(self) -> list[list[float]]:
         """Each engine's log-probabilities (nats, temperature 1) of `probe_ids` after the first."""

@@ -32,6 +32,8 @@ class Run:
     interruption: Interruption
     _rollout_state: dict[str, Any] = field(default_factory=dict)
     _whole: bool = True
+    _saving: int | None = None
+    """The step whose checkpoint is being written."""
 
     @property
     def steps_done(self) -> int:
@@ -51,19 +53,32 @@ class Run:
         that. Where it cannot, or a rank fails, nothing is saved any more: the weights may be those of half a step.
         """
         state = self.rollout.state_dict()
+        self.finish_save(wait=False)
         with self._held(f"finishing the training of step {step}, to save it"):
             self._whole = False
             metrics |= self.trainer.train(data.shards)
             self.progress.done, self._rollout_state, self._whole = step, state, True
 
     def save(self) -> None:
-        """Save the steps that are done under --save."""
+        """Save the steps that are done under --save. With --async-save this only begins it; `finish_save` ends it."""
+        self.finish_save()
         done = self.progress.done
         with self._held(f"saving step {done} in {self.args.save}"):
             self.trainer.save(done, self._rollout_state)
-            if self.args.save is not None:
-                note_configuration(self.args, checkpoint_folder(self.args.save, done))
-            self.progress.saved, self.progress.folder = done, self.args.save
+            self._saving = done
+        if not self.args.async_save:
+            self.finish_save()
+
+    def finish_save(self, *, wait: bool = True) -> None:
+        """Publish the checkpoint that is being written, if there is one; without `wait`, only if it is written."""
+        if self._saving is None:
+            return
+        with self.interruption.held(f"finishing the checkpoint of step {self._saving} in {self.args.save}"):
+            if self.trainer.finish_save(wait=wait):
+                if self.args.save is not None:
+                    note_configuration(self.args, checkpoint_folder(self.args.save, self._saving))
+                self.progress.saved, self.progress.folder = self._saving, self.args.save
+                self._saving = None
 
     @contextmanager
     def saved_on_exit(self) -> Iterator[None]:
@@ -79,12 +94,13 @@ class Run:
 
     def _save_if_needed(self) -> None:
         progress = self.progress
-        if not self._saves_on_exit or self.interruption.gave_up:
-            return
-        if not self._whole or progress.saved == progress.done:
+        if self.interruption.gave_up or not self._whole:
             return
         try:
-            self.save()
+            self.finish_save()
+            if self._saves_on_exit and progress.saved != progress.done:
+                self.save()
+                self.finish_save()
         except KeyboardInterrupt:
             logger.info("the save on exit was given up")
         except Exception as error:
@@ -119,7 +135,9 @@ def start_run(args: Args, run_dir: Path, interruption: Interruption) -> Iterator
         if rollout.engines.share_gpus:
             share_memory(args, trainer, rollout)
         rollout.wait_until_ready(state)
-        yield Run(args, trainer, rollout, Progress.start(steps_done, args.load), interruption)
+        run = Run(args, trainer, rollout, Progress.start(steps_done, args.load), interruption)
+        rollout.meanwhile = lambda: run.finish_save(wait=False)
+        yield run
         trainer.close()  # not after an error: ranks may wait for each other, and all of them end with Ray
 
 

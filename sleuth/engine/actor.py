@@ -7,13 +7,15 @@ with the actor's process, also when Ray kills that.
 from __future__ import annotations
 
 from sleuth.engine.devices import check_granted
+from sleuth.engine.key import use_engine_key
 from sleuth.engine.server import EngineConfig, EngineServer
 
 
 class EngineActor:
     """Owns one `EngineServer`; see there for what the methods do."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, key: str) -> None:
+        use_engine_key(key)
         self._server = EngineServer(config)
 
     def start(self) -> str:

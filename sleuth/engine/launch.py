@@ -11,12 +11,15 @@ the *thread* that started the process ends, which in a thread pool is long befor
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+from sleuth.engine.key import VARIABLE
 from sleuth.engine.process_group import kill_group
 
 POLL_SECONDS = 0.5
@@ -32,11 +35,38 @@ def missing_engine() -> str | None:
     )
 
 
+def missing_router() -> str | None:
+    """What to do if SGLang's router is not installed; None if it is."""
+    if importlib.util.find_spec("sglang_router") is not None:
+        return None
+    return "--router: expected the package sglang-router, found none; `pip install --no-deps sglang-router==0.3.2`"
+
+
 def watch_owner(owner_pid: int, folder: Path) -> None:
     """Kill the process group of the caller as soon as `owner_pid` is no longer its parent."""
     while os.getppid() == owner_pid:
         time.sleep(POLL_SECONDS)
     kill_group(os.getpgrp(), folder)
+
+
+def leave_out_of_logs(key: str) -> None:
+    """From now on log lines of this process, such as SGLang's list of all its settings, show *** instead of `key`."""
+    make = logging.getLogRecordFactory()
+
+    def make_without(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        record.msg, record.args = record.getMessage().replace(key, "***"), None
+        return record
+
+    logging.setLogRecordFactory(make_without)
+
+
+def answer_no_browser() -> None:
+    """Take out of SGLang's server what tells browsers that the pages of any site may read its answers (CORS)."""
+    from fastapi.middleware.cors import CORSMiddleware
+    from sglang.srt.entrypoints.http_server import app
+
+    app.user_middleware = [layer for layer in app.user_middleware if layer.cls is not CORSMiddleware]
 
 
 def main(argv: list[str]) -> None:
@@ -52,8 +82,11 @@ def main(argv: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    key = os.environ.pop(VARIABLE)
+    leave_out_of_logs(key)
+    answer_no_browser()
     try:
-        run_server(prepare_server_args(server_argv))
+        run_server(prepare_server_args([*server_argv, "--api-key", key, "--admin-api-key", key]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

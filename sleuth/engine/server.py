@@ -26,10 +26,12 @@ from typing import Any
 import psutil
 import requests
 
-from sleuth.engine.devices import as_numbers, visible_devices
+from sleuth.dtypes import dtype_name
+from sleuth.engine.devices import as_numbers, cuda_runtime_folder, visible_devices
+from sleuth.engine.key import VARIABLE, engine_key, engine_session
 from sleuth.engine.process_group import group_members, kill_group, shared_memory_files
 from sleuth.leftovers import record
-from sleuth.loopback import direct_session, without_proxy
+from sleuth.loopback import without_proxy
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,8 @@ KILL_SECONDS = 10.0
 DYING_SECONDS = 5.0
 LOG_TAIL_LINES = 25
 MAX_TEMPORARY_FOLDER = 50  # bytes: a Unix socket's path has at most 107, and the server's lie up to 56 below
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**28), "MALLOC_TRIM_THRESHOLD_": str(2**28)}
+"""Has glibc keep up to 256 MB of freed memory: weights arrive in buckets, each of which would need new pages."""
 PORT_TAKEN = ("address already in use", "EADDRINUSE")
 
 
@@ -56,13 +60,13 @@ class EngineConfig:
     """How to start one server.
 
     On a machine without CUDA the server runs on the CPU and ignores `tensor_parallel_size`, `gpu_ids`,
-    `mem_fraction_static` and `enable_memory_saver`.
+    `mem_fraction_static`, `enable_memory_saver` and `releases_graphs`.
     """
 
     model_path: str | Path
     seed: int = 1234
     dtype: str = "auto"
-    """float32, bfloat16, or auto: bfloat16 with CUDA, else float32."""
+    """float32, bfloat16, or auto (`sleuth.dtypes`)."""
     log_path: str | Path | None = None
     """The file for the server's log; None: one in the folder for temporary files."""
     context_length: int | None = None
@@ -80,6 +84,8 @@ class EngineConfig:
     """The share of a GPU's memory for weights and KV cache."""
     enable_memory_saver: bool = False
     """Allows `release_memory` to give the GPU's memory to a trainer on the same device."""
+    releases_graphs: bool = False
+    """Whether that includes the tag cuda_graph: graphs are then captured in memory that can be released."""
     start_timeout: float = 600.0
     """Seconds within which the server must answer."""
     extra_args: tuple[str, ...] = ()
@@ -145,7 +151,7 @@ class EngineServer:
         if not self.is_alive():
             return False
         try:
-            with direct_session() as session:
+            with engine_session() as session:
                 return session.get(f"{self.url}/health", timeout=timeout).status_code == 200
         except requests.RequestException:
             return False
@@ -197,12 +203,16 @@ class EngineServer:
     def release_memory(self, tags: tuple[str, ...] | None = None, timeout: float = 120.0) -> None:
         """Release the GPU's memory: `tags` out of weights, kv_cache and cuda_graph; None: all of them.
 
-        Call it only while the engine is idle: an engine with requests under way dies.
+        Of cuda_graph SGLang releases nothing unless it started with `releases_graphs`. Call it only while the engine
+        is idle: an engine with requests under way dies.
         """
         self._post("release_memory_occupation", {"tags": tags}, timeout)
 
     def resume_memory(self, tags: tuple[str, ...] | None = None, timeout: float = 120.0) -> None:
-        """Take back memory that `release_memory` released; the weights in it are undefined until the next sync."""
+        """Take back memory that `release_memory` released, and no other: SGLang's scheduler would die of a KeyError.
+
+        The weights in it are undefined until the next sync.
+        """
         self._post("resume_memory_occupation", {"tags": tags}, timeout)
 
     def __enter__(self) -> EngineServer:
@@ -215,7 +225,7 @@ class EngineServer:
         self.stop()
 
     def _launch(self) -> None:
-        port = _free_port()
+        port = free_port()
         self._url = f"http://{HOST}:{port}"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._on_gpu = has_cuda()
@@ -258,7 +268,7 @@ class EngineServer:
         return any(words.lower() in tail for words in PORT_TAKEN)
 
     def _post(self, path: str, body: dict[str, Any], timeout: float) -> None:
-        with direct_session() as session:
+        with engine_session() as session:
             response = session.post(f"{self.url}/{path}", json=body, timeout=timeout)
         if response.status_code != 200:
             raise RuntimeError(f"{self.url}/{path} answered {response.status_code}: {response.text[:500]}")
@@ -273,12 +283,11 @@ def has_cuda() -> bool:
 
 def server_args(config: EngineConfig, port: int, on_gpu: bool) -> list[str]:
     """The arguments of sglang.launch_server for one engine."""
-    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if on_gpu else "float32"
     args: dict[str, Any] = {
         "--model-path": config.model_path,
         "--host": HOST,
         "--port": port,
-        "--dtype": dtype,
+        "--dtype": dtype_name(config.dtype, on_gpu=on_gpu),
         "--random-seed": config.seed,
         "--max-running-requests": config.max_running_requests,
         "--context-length": config.context_length,
@@ -311,21 +320,29 @@ def server_environment(config: EngineConfig, folder: Path, on_gpu: bool) -> dict
     """The environment of the server: ours, with `folder` for its sockets, and on CPUs the stand-ins for packages."""
     paths = [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]
     environment = dict(os.environ, OMP_NUM_THREADS=str(config.cpu_threads), TMPDIR=str(folder))
+    environment[VARIABLE] = engine_key()
     environment |= without_proxy(environment)  # it asks itself whether it is up
     if on_gpu:
         environment["NCCL_CUMEM_ENABLE"] = "0"  # memory that NCCL maps itself cannot be released
         if config.gpu_ids:
             environment |= visible_devices(as_numbers(config.gpu_ids) or config.gpu_ids)
+        environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = str(int(config.enable_memory_saver and config.releases_graphs))
         if config.enable_memory_saver and "expandable_segments" in environment.get("PYTORCH_CUDA_ALLOC_CONF", ""):
             del environment["PYTORCH_CUDA_ALLOC_CONF"]  # the trainer may want them; the memory saver cannot work so
+        if config.enable_memory_saver and (runtime := cuda_runtime_folder()):
+            # SGLang preloads the memory saver, which needs CUDA's runtime before torch can say where it is: where none
+            # is installed system-wide, its processes would end at once, with 127.
+            known = environment.get("LD_LIBRARY_PATH", "")
+            environment["LD_LIBRARY_PATH"] = os.pathsep.join(path for path in (known, runtime) if path)
     else:
         paths.insert(0, str(CPU_STUBS))
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        environment |= KEEP_MEMORY
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return environment
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that is free now. It lies below the range from which clients get ports, so it is likely to stay free."""
     while True:
         port = random.SystemRandom().choice(SERVER_PORTS)

@@ -1,7 +1,8 @@
-"""Packed self-attention over torch's scaled dot product, with zigzag context parallelism.
+"""Packed self-attention by torch's kernels, with zigzag context parallelism.
 
 The layer spec uses it as core attention where TransformerEngine is not installed (megatron's own refuses
-packed sequences and context parallelism). It runs on any device.
+packed sequences and context parallelism). It runs on any device: on CUDA by one kernel for a whole row
+(`torch.nn.attention.varlen`), elsewhere by a scaled dot product for each sequence.
 
 Layout: a micro-batch is one row of sequences laid end to end ("thd": tokens, heads, head dimension). Under
 context parallelism every sequence is cut into 2C equal chunks, and rank r of C holds chunks r and 2C-1-r, so that
@@ -10,10 +11,13 @@ all ranks have equal causal work. Keys and values are gathered on all ranks; que
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +30,29 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from sleuth.algo.context_parallel import zigzag_inverse
-from sleuth.arguments.hf_config import Llama3Scaling
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # before torch 2.10, with which no run is made, but the check of one GPU
+    varlen_attn = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from sleuth.arguments.hf_config import Llama3Scaling
+
+
+class Pieces(NamedTuple):
+    """Stretches of a row whose queries attend to the keys of their sequence up to the last of them.
+
+    Without context parallelism they are the sequences, else the two chunks of each that this rank holds. `query_bounds`
+    and `key_bounds` are int32 [pieces + 1]; `keys` says which of the gathered keys they are, one piece after the other
+    (None: those that are here, in order); `longest_query` and `longest_key` are in tokens.
+    """
+
+    query_bounds: Tensor
+    key_bounds: Tensor
+    longest_query: int
+    longest_key: int
+    keys: Tensor | None = None
 
 
 @dataclass
@@ -34,20 +60,28 @@ class PackedRow(PackedSeqParams):
     """What every layer needs of a row, worked out once a forward pass: a layer must not wait for the device.
 
     `lengths` of its sequences, padded; under context parallelism `order` [T], which puts gathered tokens into the
-    sequences' order; by how much this rank's tokens are rotated (`rotary_angles`; None: not at all).
+    sequences' order; by how much this rank's tokens are rotated (`rotary_angles`; None: not at all); `pieces` for
+    torch's attention over rows.
     """
 
     lengths: Sequence[int] = ()
     order: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
+    pieces: Pieces | None = None
 
     @classmethod
-    def of(cls, lengths: Sequence[int], bounds: Tensor, context_parallel_size: int) -> PackedRow:
-        """A row of sequences of these lengths, which begin at `bounds`, on the device of `bounds`."""
-        order = None
-        if context_parallel_size > 1:
-            order = zigzag_inverse(list(lengths), context_parallel_size).to(bounds.device)
+    def of(cls, lengths: Sequence[int], bounds: Tensor, context_parallel_size: int, rank: int = 0) -> PackedRow:
+        """A row of sequences of these lengths, which begin at `bounds`, on the device of `bounds`.
+
+        `rank` is the one among the context-parallel ranks that shares it.
+        """
         longest = max(lengths)
+        order = None
+        pieces = Pieces(bounds, bounds, longest, longest)
+        if context_parallel_size > 1:
+            order = zigzag_inverse(list(lengths), context_parallel_size)
+            pieces = _chunk_pieces(lengths, order, context_parallel_size, rank, bounds.device)
+            order = order.to(bounds.device)
         return cls(
             qkv_format="thd",
             max_seqlen_q=longest,
@@ -58,7 +92,43 @@ class PackedRow(PackedSeqParams):
             cu_seqlens_kv_padded=bounds,
             lengths=lengths,
             order=order,
+            pieces=pieces,
         )
+
+
+def _chunk_pieces(lengths: Sequence[int], order: Tensor, size: int, rank: int, where: torch.device) -> Pieces:
+    """Pieces of a rank under context parallelism; `order` [T] puts gathered tokens into the sequences' order."""
+    starts, queries, seen = zip(*_chunks(lengths, size, rank), strict=True)
+    keys = torch.cat([order[start : start + count] for start, count in zip(starts, seen, strict=True)])
+    query_bounds, key_bounds = (torch.tensor([0, *accumulate(counts)], dtype=torch.int32) for counts in (queries, seen))
+    return Pieces(query_bounds.to(where), key_bounds.to(where), max(queries), max(seen), keys.to(where))
+
+
+def _chunks(lengths: Sequence[int], size: int, rank: int) -> Iterator[tuple[int, int, int]]:
+    """(start of its sequence, tokens, tokens up to its end) of each of a rank's chunks, in the rank's order."""
+    start = 0
+    for length in lengths:
+        chunk = length // (2 * size)
+        for position in (rank, 2 * size - 1 - rank):
+            yield start, chunk, (position + 1) * chunk
+        start += length
+
+
+def takes_rows(query: Tensor) -> bool:
+    """Whether torch's kernel for whole rows takes this query [t, heads, d]; else there is a call for each sequence.
+
+    The one place that decides. The kernel is flash attention, for bfloat16 on GPUs from Ampere on.
+    """
+    if not query.is_cuda or query.dtype != torch.bfloat16 or not _kernel_knows_groups():
+        return False
+    width = query.shape[-1]
+    return width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(query.device)[0] >= 8
+
+
+@functools.cache
+def _kernel_knows_groups() -> bool:
+    """Whether torch's kernel is there, and takes fewer heads of keys than of queries (torch 2.13 does)."""
+    return varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def rotary_frequencies(
@@ -128,9 +198,36 @@ class PackedAttention(torch.nn.Module):
         assert packed_seq_params is not None, "only packed rows are supported"
         if packed_seq_params.rotary is not None:
             query, key = (_Rotate.apply(x, *packed_seq_params.rotary) for x in (query, key))
+        if takes_rows(query):
+            return self._whole_row(query, key, value, packed_seq_params)
         if self.size == 1:
             return self._packed(query, key, value, list(packed_seq_params.lengths))
         return self._context_parallel(query, key, value, packed_seq_params)
+
+    def _whole_row(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
+        """All pieces of the row in one call, which takes their bounds from the device.
+
+        Under context parallelism the keys that two pieces of a sequence both see are there twice, which is at most
+        one and a half times the sequence.
+        """
+        pieces = row.pieces
+        assert pieces is not None
+        if pieces.keys is not None:
+            gathered = self._gather(torch.stack([key, value], 1), pieces.keys)
+            key, value = gathered.unbind(1)
+        out: Tensor = varlen_attn(  # type: ignore[assignment]  # a pair if asked for more
+            query,
+            key,
+            value,
+            pieces.query_bounds,
+            pieces.key_bounds,
+            pieces.longest_query,
+            pieces.longest_key,
+            scale=self.scale,
+            window_size=(-1, 0),  # causal: the last query of a piece sees its last key
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out.flatten(1)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
         """Attention where this rank holds all sequences whole.
@@ -144,14 +241,11 @@ class PackedAttention(torch.nn.Module):
         """Each rank attends with its two chunks of every sequence to all keys before them."""
         assert row.order is not None
         gathered = self._gather(torch.stack([key, value], 1), row.order)
-        pieces, start_q, start_k = [], 0, 0
-        for length in row.lengths:
-            chunk = length // (2 * self.size)
-            for position in (self.rank, 2 * self.size - 1 - self.rank):
-                keys = gathered[None, start_k : start_k + (position + 1) * chunk]
-                pieces.append(self._attend(query[None, start_q : start_q + chunk], keys[:, :, 0], keys[:, :, 1])[0])
-                start_q += chunk
-            start_k += length
+        pieces, at = [], 0
+        for start, count, seen in _chunks(row.lengths, self.size, self.rank):
+            keys = gathered[None, start : start + seen]
+            pieces.append(self._attend(query[None, at : at + count], keys[:, :, 0], keys[:, :, 1])[0])
+            at += count
         return torch.cat(pieces).flatten(1)
 
     def _gather(self, x: Tensor, order: Tensor) -> Tensor:

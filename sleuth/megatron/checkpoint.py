@@ -7,27 +7,27 @@ and rng_*.pt (the random state of each rank). `sleuth.checkpoints` sees to it th
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import logging
-import queue
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sleuth import checkpoints
 from sleuth.megatron import parallel
+from sleuth.megatron.background_write import BackgroundWrite
 from sleuth.megatron.model import PolicyModel
 from sleuth.megatron.optimizer import PolicyOptimizer
 from sleuth.paths import follow_umask
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _ROLLOUT_STATE, _EXTRA_STATE = "rollout_state.json", "._extra_state"
 _FORMAT = 1
+ResultT = TypeVar("ResultT")
 
 
 def existing_checkpoint(folder: Path, iteration: int | None = None) -> Path:
@@ -78,10 +79,30 @@ def _without_extra_state(state: dict[str, dict[str, Any]]) -> dict[str, dict[str
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """A save under way: what is still to be done when its tensors are written."""
+
+    folder: Path
+    unfinished: Path
+    step: int
+    keep: int
+    description: dict[str, Any]
+    rollout_state: str
+    write: BackgroundWrite | None
+
+    def publish(self) -> None:
+        """Complete the folder, and move it to its place."""
+        (self.unfinished / checkpoints.DESCRIPTION).write_text(json.dumps(self.description, indent=1))
+        (self.unfinished / _ROLLOUT_STATE).write_text(self.rollout_state)
+        follow_umask(self.unfinished)
+        checkpoints.publish(self.unfinished, self.folder, self.step)
+
+
 class Checkpoints:
     """Saves and loads model and optimizer together; `optimizer` None saves weights alone.
 
-    `strategy` writes the tensors [megatron's own].
+    `strategy` writes the tensors [megatron's own, in the background].
     """
 
     def __init__(
@@ -91,27 +112,49 @@ class Checkpoints:
         strategy: SaveShardedStrategy | None = None,
     ) -> None:
         self.chunks, self.optimizer, self.strategy = chunks, optimizer, strategy
+        self._saving: _Saving | None = None
 
     @property
     def _distributed(self) -> bool:
         return self.optimizer is not None and self.optimizer.distributed
 
     def save(self, folder: Path, step: int, rollout_state: dict[str, Any], *, keep: int = 0) -> Path:
-        """Save as the newest checkpoint of `folder`, then delete all but the latest `keep` (0: keep all). Collective.
+        """As `begin`, and wait until it is published; returns the checkpoint's folder."""
+        self.begin(folder, step, rollout_state, keep=keep)
+        self.finish()
+        return checkpoints.checkpoint_folder(folder, step)
 
-        Returns the checkpoint's folder. Raises OSError, with the previous checkpoints intact, when the disk is full.
+    def begin(self, folder: Path, step: int, rollout_state: dict[str, Any], *, keep: int = 0) -> None:
+        """Begin to save as the newest checkpoint of `folder`. The model may change when this returns. Collective.
+
+        `finish` publishes it, and deletes all but the latest `keep` checkpoints (0: keep all). A save that is under way
+        is finished first. Raises OSError, with the checkpoints before intact, when the disk is full.
         """
+        self.finish()
         unfinished = checkpoints.unfinished_folder(folder, step)
         self._on_first_rank(lambda: self._prepare(folder, unfinished))
-        try:
-            self._write(unfinished, step, rollout_state)
-            self._on_first_rank(lambda: checkpoints.publish(unfinished, folder, step))
-        except Exception:
-            if dist.get_rank() == 0:
-                shutil.rmtree(unfinished, ignore_errors=True)
-            raise
-        self._on_first_rank(lambda: checkpoints.prune(folder, step, keep))
-        return checkpoints.checkpoint_folder(folder, step)
+        description, state = self._describe(step), json.dumps(rollout_state)
+        with self._cleaned_up(unfinished):
+            self._saving = _Saving(folder, unfinished, step, keep, description, state, self._write(unfinished))
+
+    def finish(self, *, wait: bool = True) -> bool:
+        """Publish the checkpoint that was begun; without `wait`, only if it is written. Collective.
+
+        Returns whether no save is under way any more. Raises OSError, with the checkpoints before intact, where one
+        could not be written.
+        """
+        saving = self._saving
+        if saving is None:
+            return True
+        if not (wait or saving.write is None or saving.write.done()):
+            return False
+        self._saving = None
+        with self._cleaned_up(saving.unfinished):
+            if saving.write is not None:
+                self._written(saving.unfinished, saving.write.finish)
+            self._on_first_rank(saving.publish)
+        self._on_first_rank(lambda: checkpoints.prune(saving.folder, saving.step, saving.keep))
+        return True
 
     def load_latest(self, folder: Path) -> tuple[int, dict[str, Any]] | None:
         """Resume from the newest checkpoint of `folder`: (its step, its rollout state), or None if there is none."""
@@ -132,21 +175,47 @@ class Checkpoints:
         _restore_random_state(found, description)
         return description["step"], json.loads((found / _ROLLOUT_STATE).read_text())
 
-    def _write(self, unfinished: Path, step: int, rollout_state: dict[str, Any]) -> None:
+    def _write(self, unfinished: Path) -> BackgroundWrite | None:
+        """Write what the folder is to hold; the tensors in the background, unless another strategy is to write them."""
         metadata = _sharding_metadata()
         model_state = _model_state(self.chunks, metadata)
         state: dict[str, Any] = dict(model_state)
         if self.optimizer is not None:
             state["optimizer"] = self.optimizer.sharded_state_dict(model_state, loading=False, metadata=metadata)
-        _write_in_this_process()
+        random_state = _random_state()
+
+        def write() -> BackgroundWrite | None:
+            torch.save(random_state, unfinished / f"rng_{dist.get_rank():05d}.pt")
+            if self.strategy is None:
+                return BackgroundWrite(state, unfinished)
+            dist_checkpointing.save(state, str(unfinished), self.strategy)
+            return None
+
+        return self._written(unfinished, write)
+
+    @staticmethod
+    def _written(unfinished: Path, write: Callable[[], ResultT]) -> ResultT:
+        """What `write` returns; what it raises on any rank is raised on all, as an error that names the folder."""
         error: Exception | None = None
         try:
-            dist_checkpointing.save(state, str(unfinished), self.strategy)
-            torch.save(_random_state(), unfinished / f"rng_{dist.get_rank():05d}.pt")
+            result = write()
         except (Exception, CheckpointException) as problem:  # the latter is no Exception
             error = _write_error(problem, unfinished.parent)
         parallel.raise_together(error)
-        description = {
+        return result
+
+    @contextmanager
+    def _cleaned_up(self, unfinished: Path) -> Iterator[None]:
+        """Remove the folder if the body fails: it will not become a checkpoint."""
+        try:
+            yield
+        except Exception:
+            if dist.get_rank() == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+    def _describe(self, step: int) -> dict[str, Any]:
+        return {
             "format": _FORMAT,
             "step": step,
             "optimizer_steps": None if self.optimizer is None else self.optimizer.steps_done,
@@ -154,7 +223,6 @@ class Checkpoints:
             "world_size": dist.get_world_size(),
             "layout": _layout(),
         }
-        self._on_first_rank(lambda: _finish(unfinished, description, rollout_state))
 
     def _prepare(self, folder: Path, unfinished: Path) -> None:
         checkpoints.tidy(folder)
@@ -197,29 +265,6 @@ def _write_error(problem: BaseException, folder: Path) -> OSError:
         f"the checkpoint could not be written to {folder} ({cause}); {free:.1f} GB are free there. "
         "The checkpoints before it are intact"
     )
-
-
-@functools.cache
-def _write_in_this_process() -> None:
-    """Keep megatron from starting processes that write files and pass results.
-
-    Those are for asynchronous saving. A save here is synchronous, and forking a process that has threads (gloo,
-    OpenMP, Ray) can hang.
-    """
-    writer = filesystem_async.FileSystemWriterAsync
-
-    def write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]) -> None:
-        written: queue.Queue[tuple[int, Any]] = queue.Queue()
-        pending: queue.Queue[int] = queue.Queue()
-        for number, bucket in enumerate(buckets):
-            pending.put(number)
-            writer.write_preloaded_data(transforms, number, bucket, written, pending, use_fsync=True)
-        outputs = dict(written.get_nowait() for _ in buckets)
-        error = next((output for output in outputs.values() if isinstance(output, Exception)), None)
-        results.put(error or outputs)
-
-    writer.write_preloaded_data_multiproc = staticmethod(write)
-    filesystem_async._results_queue = queue.Queue()
 
 
 def _sharding_metadata() -> dict[str, Any]:
@@ -283,9 +328,3 @@ def _restore_random_state(found: Path, description: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["tracker"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _finish(unfinished: Path, description: dict[str, Any], rollout_state: dict[str, Any]) -> None:
-    (unfinished / checkpoints.DESCRIPTION).write_text(json.dumps(description, indent=1))
-    (unfinished / _ROLLOUT_STATE).write_text(json.dumps(rollout_state))
-    follow_umask(unfinished)

@@ -23,6 +23,7 @@ from sleuth.arguments import ModelArgs, check_model_flags, read_config
 from sleuth.checkpoints import TRACKER
 from sleuth.megatron import parallel, probe
 from sleuth.megatron.checkpoint import Checkpoints, existing_checkpoint
+from sleuth.megatron.finite import not_finite
 from sleuth.megatron.hf_files import INDEX_FILE, SINGLE_FILE
 from sleuth.megatron.model import ModelShape, PolicyModel, build_model, plain_config, resolve_dtype
 from sleuth.megatron.streaming import StreamedLoad, StreamedSave
@@ -260,6 +261,11 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator
         if shard and size + tensor.nbytes > shard_bytes:
             yield shard
             shard, size = {}, 0
+        if not_finite([(name, tensor)]):
+            raise ValueError(
+                f"expected finite weights, found NaN or infinite values in {name}, and wrote nothing; take an "
+                "earlier checkpoint"
+            )
         tensor = tensor.cpu().contiguous()
         # A view would keep the whole tensor of which it is a part in memory, and save_file refuses views.
         shard[name] = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

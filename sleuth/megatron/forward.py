@@ -88,7 +88,8 @@ class MicroBatch:
 
     def packed_row(self) -> PackedRow:
         bounds = self.packed.cu_seqlens.to(device.local_device())
-        return PackedRow.of(self.packed.lengths, bounds, parallel_state.get_context_parallel_world_size())
+        size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+        return PackedRow.of(self.packed.lengths, bounds, size, rank)
 
 
 def finalize_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:

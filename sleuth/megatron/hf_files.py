@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from sleuth.megatron.finite import not_finite
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -54,11 +55,13 @@ class HfWeights:
         return [name for name in self._owner if not name.endswith(_HARMLESS_ENDINGS)]
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, on the CPU. ValueError if no file holds it, or if it cannot be a weight."""
+        """The whole tensor, on the CPU. ValueError if no file holds it, it cannot be a weight, or it is not finite."""
         problems = [*self._missing([name]), *self._no_weights([name])]
         if problems:
             raise self._refusal(problems)
         tensor: Tensor = self._handle(self._owner[name]).get_tensor(name)
+        if not_finite([(name, tensor)]):
+            raise self._refusal([f"{name} in {self._owner[name].name} holds NaN or infinite values; download it again"])
         return tensor
 
     def describe(self, name: str) -> Tensor:
@@ -186,6 +189,8 @@ def _without_safetensors(folder: Path) -> str:
 
 
 def _open_safetensors(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open  # here: the trainer itself can do without this package
+
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import logging
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,13 +39,14 @@ from megatron.core.transformer.transformer_block import (
 )
 from torch import Tensor
 
-from sleuth.arguments import model_flags
-from sleuth.arguments.files_check import parse_config
-from sleuth.arguments.hf_config import Llama3Scaling, complete_config, rotary_scaling
+from sleuth.dtypes import dtype_name
 from sleuth.megatron import device
 from sleuth.megatron.attention import PackedAttention, PackedRow, rotary_angles, rotary_frequencies
 from sleuth.megatron.logprobs import HeadOptions, token_statistics
 from sleuth.megatron.parallel import Layout
+
+if TYPE_CHECKING:
+    from sleuth.arguments.hf_config import Llama3Scaling
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,11 @@ class ModelShape:
     @classmethod
     def from_hf(cls, folder: Path) -> ModelShape:
         """Read the config.json of a Hugging Face model; ValueError for models that the trainer cannot compute."""
+        # Not above: what reads flags and configs needs packages that the trainer itself can do without.
+        from sleuth.arguments import model_flags
+        from sleuth.arguments.files_check import parse_config
+        from sleuth.arguments.hf_config import complete_config, rotary_scaling
+
         config = complete_config(parse_config(folder))
         names = {field.name for field in dataclasses.fields(cls)}
         return cls(
@@ -114,9 +120,8 @@ def transformer_engine_available() -> bool:
 
 
 def resolve_dtype(name: str) -> torch.dtype:
-    """The dtype of the model's weights for a value of --dtype: `auto` is bfloat16 on CUDA, else float32."""
-    if name == "auto":
-        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    """The dtype of the model's weights for a value of --dtype."""
+    name = dtype_name(name, on_gpu=torch.cuda.is_available())
     if name not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype {name}: expected auto, float32 or bfloat16")
     return torch.float32 if name == "float32" else torch.bfloat16

@@ -16,7 +16,6 @@ from sleuth.algo.estimators import estimator_loss
 from sleuth.algo.losses import kl_estimate, truncated_importance_weights, weighted_sum
 from sleuth.algo.names import Estimator, KLKind
 from sleuth.algo.sequences import sample_mean_weights
-from sleuth.hooks import load_hook
 from sleuth.megatron import parallel
 from sleuth.megatron.forward import Metrics, MicroBatch, Objective
 from sleuth.megatron.logprobs import HeadOptions
@@ -171,6 +170,8 @@ class ImportanceSampling:
     """
 
     def __init__(self, args: CorrectionSettings, path: str) -> None:
+        from sleuth.hooks import load_hook  # here: hooks need packages that the trainer itself can do without
+
         self.args = args
         self.hook = load_hook(path, "tis")
 

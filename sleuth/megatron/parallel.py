@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,8 @@ class ProcessSettings(Layout, Protocol):
     cpu_threads_per_actor: int | None
 
 
-def initialize(args: ProcessSettings, num_layers: int) -> None:
-    """Join the process group named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and lay out the ranks.
+def initialize(args: ProcessSettings, num_layers: int, store: dist.Store | None = None) -> None:
+    """Join the process group, by `store` or at MASTER_ADDR and MASTER_PORT, as RANK of WORLD_SIZE; lay out the ranks.
 
     `num_layers`, those of the model, decides how many chunks a rank has in an interleaved pipeline.
 
@@ -50,7 +50,8 @@ def initialize(args: ProcessSettings, num_layers: int) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        dist.init_process_group(device.distributed_backend(), timeout=_TIMEOUT)
+        place = {} if store is None else _place_at(store)
+        dist.init_process_group(device.distributed_backend(), timeout=_TIMEOUT, **place)
     world = dist.get_world_size()
     if not torch.cuda.is_available():
         torch.set_num_threads(args.cpu_threads_per_actor or max(1, (os.cpu_count() or 1) // world))
@@ -73,6 +74,10 @@ def initialize(args: ProcessSettings, num_layers: int) -> None:
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
     )
     model_parallel_cuda_manual_seed(args.seed)
+
+
+def _place_at(store: dist.Store) -> dict[str, Any]:
+    return {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
 
 
 @contextmanager

@@ -21,12 +21,13 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
+from torch.distributed import Store
 
 from sleuth.algo.context_parallel import length_multiple
 from sleuth.algo.optimizer_steps import OptimizerStepBatch
-from sleuth.arguments.files_check import is_hf_folder
 from sleuth.megatron import device, parallel
 from sleuth.megatron.checkpoint import Checkpoints, load_weights
+from sleuth.megatron.finite import ruined_weights
 from sleuth.megatron.forward import MicroBatch, finalize_gradients, run_model, score
 from sleuth.megatron.kl_penalty import PenaltySettings, penalise
 from sleuth.megatron.lending import LentMemory
@@ -38,6 +39,7 @@ from sleuth.megatron.model import (
     resolve_dtype,
     transformer_config,
 )
+from sleuth.megatron.newest_checkpoint import NewestCheckpoint
 from sleuth.megatron.objectives import (
     CorrectionSettings,
     ImportanceSampling,
@@ -71,6 +73,7 @@ class TrainerSettings(
     load: Path | None
     save: Path | None
     save_keep: int
+    async_save: bool
     finetune: bool
     score_old_log_probs: bool
 
@@ -82,10 +85,11 @@ class Trainer:
     saved with it ({} in a new run).
     """
 
-    def __init__(self, args: TrainerSettings) -> None:
+    def __init__(self, args: TrainerSettings, store: Store | None = None) -> None:
+        """`store` is where the ranks meet; without one they meet at MASTER_ADDR and MASTER_PORT."""
         self.args = args
-        self.shape = ModelShape.from_hf(Path(args.hf_checkpoint))
-        parallel.initialize(args, self.shape.num_layers)
+        self.shape = self._model_shape()
+        parallel.initialize(args, self.shape.num_layers, store)
         config = transformer_config(args, self.shape)
         self.chunks = build_model(self.shape, config)
         self.weights = WeightMap(self.chunks, self.shape)
@@ -93,6 +97,7 @@ class Trainer:
         self._reference = Reference(self.chunks) if args.use_kl_loss or args.kl_coef else None
         if args.finetune and args.load is not None:  # before the optimizer, which copies the weights
             load_weights(self.chunks, args.load)
+            self._check_loaded(args.load, "--load")
 
         reduction = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer
@@ -114,6 +119,7 @@ class Trainer:
         self.steps_done = 0
         self.rollout_state: dict[str, Any] = {}
         self.checkpoints = Checkpoints(self.chunks, self.optimizer)
+        self._newest = NewestCheckpoint(args.save and Path(args.save))
         self._resume()
 
     @property
@@ -140,7 +146,12 @@ class Trainer:
         metrics: dict[str, float] = {}
         if self.args.loss_type == "policy":
             metrics = self._prepare(plan, sum(step.num_samples for step in steps))
-        results = [self._optimizer_step(batches) for batches in plan]
+        try:
+            results = [self._optimizer_step(batches) for batches in plan]
+        except FloatingPointError as error:
+            self.checkpoints.finish()  # so that what is said of the newest checkpoint holds from now on
+            raise FloatingPointError(f"{error}{self._newest.gave_up(self.optimizer.steps_done)}") from None
+        self._newest.went_on()
         metrics |= {name: sum(r[name] for r in results) / len(results) for name in set().union(*results)}
         return {name if "/" in name else f"train/{name}": metrics[name] for name in sorted(metrics)}
 
@@ -161,18 +172,63 @@ class Trainer:
         """Whole tensors of the model, by Hugging Face name; every rank must iterate to the end."""
         return self.weights.tensors()
 
+    def stage_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors of this rank's pipeline stage; every rank of the stage must iterate to the end."""
+        return self.weights.stage_tensors()
+
+    def described_weights(self) -> dict[str, Tensor]:
+        """All tensors that `hf_weights` gives, without their values."""
+        stages: list[list[tuple[str, torch.Size, torch.dtype]]] = [[]] * torch.distributed.get_world_size()
+        mine = [(name, tensor.shape, tensor.dtype) for name, tensor in self.weights.described()]
+        torch.distributed.all_gather_object(stages, mine)
+        return {
+            name: torch.empty(shape, dtype=dtype, device="meta") for stage in stages for name, shape, dtype in stage
+        }
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the weights."""
+        return self.weights.entries[0].parameter.dtype
+
+    @property
+    def stage(self) -> int:
+        """This rank's pipeline stage."""
+        return parallel_state.get_pipeline_model_parallel_rank()
+
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
-        """Save a checkpoint of `step` under --save; a failure does not damage earlier checkpoints."""
+        """Save a checkpoint of `step` under --save; a failure does not damage earlier checkpoints.
+
+        With --async-save it is written in the background, while anything else may be done, and published by
+        `finish_save` or by the next save.
+        """
         if self.args.save is None:
             raise ValueError("--save is not given: there is no folder to save to")
         self.memory.wait()
-        self.checkpoints.save(Path(self.args.save), step, rollout_state, keep=self.args.save_keep)
+        self._check_finite(step)
+        self.checkpoints.begin(Path(self.args.save), step, rollout_state, keep=self.args.save_keep)
+        self._newest.saved(step, self.optimizer.steps_done)
+        if not self.args.async_save:
+            self.checkpoints.finish()
+        self._newest.saved(step, self.optimizer.steps_done)
+
+    def finish_save(self, *, wait: bool = True) -> bool:
+        """Publish the checkpoint that is being written, if there is one; without `wait`, only if it is written.
+
+        Returns whether none is under way any more. OSError if it could not be written.
+        """
+        return self.checkpoints.finish(wait=wait)
+
+    def _model_shape(self) -> ModelShape:
+        return ModelShape.from_hf(Path(self.args.hf_checkpoint))
 
     def _load_initial_weights(self) -> None:
         """Load the weights of --ref-load if it is given, else those of --hf-checkpoint."""
+        from sleuth.arguments.files_check import is_hf_folder  # here: see `ModelShape.from_hf`
+
         if self.args.ref_load is not None and not is_hf_folder(self.args.ref_load):
             load_weights(self.chunks, self.args.ref_load)
-        else:
+            self._check_loaded(self.args.ref_load, "--ref-load")
+        else:  # which checks each tensor as it is read
             load_hf_weights(self.weights, Path(self.args.ref_load or self.args.hf_checkpoint))
 
     def _resume(self) -> None:
@@ -184,6 +240,21 @@ class Trainer:
             logger.info("--load %s holds no checkpoint yet: a new run", self.args.load)
         else:
             self.steps_done, self.rollout_state = resumed
+            self._check_loaded(self.args.load, "--load")
+            if self.args.save is not None and Path(self.args.load).resolve() == Path(self.args.save).resolve():
+                self._newest.saved(self.steps_done, self.optimizer.steps_done)
+
+    def _check_finite(self, step: int) -> None:
+        """FloatingPointError, on all ranks, if the weights are not to be gone on from: they are not saved then."""
+        if ruined := ruined_weights(self.chunks):
+            raise FloatingPointError(
+                f"expected finite weights after step {step}, found {ruined}; they are not saved: go on from the newest "
+                "checkpoint (--load) with a lower --lr or --clip-grad"
+            )
+
+    def _check_loaded(self, folder: Path, flag: str) -> None:
+        if ruined := ruined_weights(self.chunks):
+            raise ValueError(f"{flag}: expected finite weights in {folder}, found {ruined}; name another checkpoint")
 
     def _prepare(self, plan: list[list[MicroBatch]], num_samples: int) -> dict[str, float]:
         """Compute what is needed before the weights change: log-probabilities, and advantages that depend on them."""

@@ -85,7 +85,8 @@ class WeightMap:
     ) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors of this pipeline stage, by Hugging Face name; collective over tensor and expert parallel ranks.
 
-        `value` may return something else that has a parameter's shape, such as its gradient.
+        `value` may return something else that has a parameter's shape, such as its gradient; or, on the meta device,
+        only the shape: then no values are gathered.
         """
         for entry in self.entries:
             if entry.tied_copy:
@@ -96,22 +97,28 @@ class WeightMap:
             else:
                 yield from zip(entry.hf_names, whole, strict=True)
 
+    def described(self) -> list[tuple[str, Tensor]]:
+        """What `stage_tensors` gives, as tensors without values; collective over expert-parallel ranks."""
+        return list(self.stage_tensors(lambda parameter: torch.empty_like(parameter, device="meta")))
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of the model, by Hugging Face names, on every rank; every rank must iterate to the end."""
+        """Whole tensors of the model, by Hugging Face names, on every rank; every rank must iterate to the end.
+
+        One after the other comes from its pipeline stage: no rank has the tensors of another stage for longer than the
+        caller keeps them.
+        """
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() == 1:
             yield from self.stage_tensors()
             return
-        mine = [(name, tensor.shape) for name, tensor in self.stage_tensors()]
-        stages: list[list[tuple[str, torch.Size]]] = [[] for _ in range(group.size())]
+        stages: list[list[tuple[str, torch.Size, torch.dtype]]] = [[] for _ in range(group.size())]
+        mine = [(name, tensor.shape, tensor.dtype) for name, tensor in self.described()]
         dist.all_gather_object(stages, mine, group=group)
-        first = self.entries[0].parameter
-        for stage, names in enumerate(stages):
+        where = self.entries[0].parameter.device
+        for stage, described in enumerate(stages):
             own = self.stage_tensors() if stage == group.rank() else None
-            for name, shape in names:
-                tensor = (
-                    next(own)[1].contiguous() if own else torch.empty(shape, dtype=first.dtype, device=first.device)
-                )
+            for name, shape, dtype in described:
+                tensor = next(own)[1].contiguous() if own else torch.empty(shape, dtype=dtype, device=where)
                 dist.broadcast(tensor, dist.get_global_rank(group, stage), group=group)
                 yield name, tensor
 
@@ -268,8 +275,8 @@ def _gather(local: Tensor, dim: int, entry: Entry) -> Tensor:
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    if group.size() == 1:
-        return [tensor]
+    if group.size() == 1 or tensor.is_meta:
+        return [tensor] * group.size()
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return parts

@@ -24,6 +24,7 @@ import aiohttp
 import orjson
 import tenacity
 
+from sleuth.engine.key import engine_headers
 from sleuth.hooks.context import Generation, StopRunError
 from sleuth.retries import failure, with_retries
 from sleuth.rollout.routing import Router
@@ -61,7 +62,8 @@ class EngineClient:
 
     `max_concurrency`: the most requests under way to one engine. `vocab_size`: rows of the model's embedding, which can
     be more than the tokenizer's; ids beyond it would kill the server and are never sent. `timeout`: seconds for one
-    request.
+    request. `router_url`: where requests for tokens go instead, SGLang's router in front of all engines, which then
+    chooses (`sleuth.engine.router`); everything else goes to the engines themselves.
 
     All coroutines must run in the event loop of the first call.
     """
@@ -75,6 +77,7 @@ class EngineClient:
         timeout: float = 1800.0,
         attempts: int = ATTEMPTS,
         first_wait: float = FIRST_WAIT_SECONDS,
+        router_url: str | None = None,
     ) -> None:
         if not urls:
             raise ValueError("expected at least one engine url, found none: start an engine first")
@@ -85,8 +88,11 @@ class EngineClient:
             )
         self.urls = tuple(url.rstrip("/") for url in urls)
         self.vocab_size = vocab_size
-        self._places = {url: asyncio.Semaphore(max_concurrency) for url in self.urls}
-        self._router = Router(self.urls, slack=max(1, max_concurrency // SLACK_SHARE))
+        targets, places = (self.urls, max_concurrency)
+        if router_url:
+            targets, places = ((router_url.rstrip("/"),), max_concurrency * len(self.urls))
+        self._places = {url: asyncio.Semaphore(places) for url in targets}
+        self._router = Router(targets, slack=max(1, max_concurrency // SLACK_SHARE))
         self._sent_tokens = self._cached_tokens = 0
         self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=10.0)
         self._attempts = attempts
@@ -137,10 +143,6 @@ class EngineClient:
         share = self._cached_tokens / max(1, self._sent_tokens)
         self._sent_tokens = self._cached_tokens = 0
         return share
-
-    async def abort_all(self) -> None:
-        """Ask every engine to end its requests; each `generate` under way returns with finish_reason "abort"."""
-        await asyncio.gather(*(self._request(url, "abort_request", b'{"abort_all": true}') for url in self.urls))
 
     async def close(self) -> None:
         """Close the connections; the next call opens new ones."""
@@ -220,7 +222,7 @@ class EngineClient:
             self._session = aiohttp.ClientSession(
                 timeout=self._timeout,
                 connector=connector,
-                headers={"Content-Type": "application/json"},
+                headers={"Content-Type": "application/json", **engine_headers()},
                 cookie_jar=aiohttp.DummyCookieJar(),  # an engine sets none; looking for them costs time
             )
             self._loop = loop
@@ -262,7 +264,11 @@ def _parse_log_probs(entries: list[list[Any]], url: str, what: str) -> tuple[lis
     if None in log_probs or not math.isfinite(sum(log_probs)):  # one pass where all is well
         for position, value in enumerate(log_probs):
             if value is None or not math.isfinite(value):
-                raise EngineError(f"{url}: {what} token {position} of {len(entries)} has log-probability {value}")
+                raise EngineError(
+                    f"{url}: expected numbers as log-probabilities, found {value} at {what} token {position} of "
+                    f"{len(entries)}: the model computes NaN. Its weights may not be finite (the trainer, and "
+                    "tools/convert_hf_to_torch_dist.py, name the tensor), or --sglang-dtype is too narrow for them"
+                )
     return ids, log_probs
 
 

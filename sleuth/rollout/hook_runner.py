@@ -33,6 +33,8 @@ QUIET_SECONDS = 30.0
 """After so long without a finished trajectory a line says how many are under way, and where the oldest waits."""
 BLOCKED_SECONDS = 1.0
 """An event loop that does nothing else for so long is blocked by what it runs."""
+LARGEST_REWARD = 1e6
+"""A reward beyond it is told."""
 LONGEST_MESSAGE = 1000
 """Characters of an exception's text that are kept; a sample's error also says where it was raised."""
 
@@ -77,6 +79,7 @@ class HookRunner:
         """`on_error` is called with what a hook raised, in addition to the log."""
         self.args, self.hooks, self._on_error = args, hooks, on_error
         self.finished = 0
+        self._told_large = False
         self._takes_evaluation = accepts_evaluation(hooks.generate)
         self._calls: dict[int, _Call] = {}
 
@@ -91,11 +94,23 @@ class HookRunner:
             if sample.status not in UNUSABLE:
                 async with self._call("reward", sample):
                     sample.set_reward(await self.hooks.reward(self.args, sample))
+                    self._tell_large(sample)
                     _check_report(sample)
         except _HookFailedError as failure:
             sample.status, sample.stop_reason, sample.error = SampleStatus.FAILED, failure.reason, str(failure)
         self.finished += 1
         return sample
+
+    def _tell_large(self, sample: Sample) -> None:
+        """Warn, once, of a reward that drowns the others of its group, or what the trainer computes in float32."""
+        largest = max(abs(value) for value in (sample.reward or 0.0, *sample.reward_components.values()))
+        if largest > LARGEST_REWARD and not self._told_large:
+            self._told_large = True
+            logger.warning(
+                "reward hook %s gave %.3g for sample %d (%s): expected at most %.0e in size; the loss is computed in "
+                "float32, and such a value drowns all others. Scale or bound it",
+                *(_name(self.hooks.reward), largest, sample.index, sample.where, LARGEST_REWARD),
+            )
 
     @asynccontextmanager
     async def _call(self, kind: Kind, sample: Sample) -> AsyncIterator[None]:

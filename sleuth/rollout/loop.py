@@ -50,7 +50,7 @@ class FailureBudget:
             raise RolloutError(
                 f"{len(self.failed)} trajectories of this step failed; --max-failure-rate allows {self.allowed}. "
                 f"The last one, sample {sample.index} ({sample.where}): {sample.stop_reason}: {sample.error}. "
-                f"{_remedy(sample)}, then start again from the last checkpoint"
+                f"{_remedy(sample)}, then start again"
             )
 
 

@@ -65,9 +65,12 @@ class RolloutManager:
         # The whole run uses one event loop: the HTTP sessions of the hooks live as long as it does.
         self._runner = asyncio.Runner()
 
-    def connect(self, engine_urls: list[str], state: dict[str, Any]) -> None:
-        """Use the engines at these URLs, and restore the `state` of a checkpoint ({} in a new run)."""
-        self.engine = self._client(engine_urls)
+    def connect(self, engine_urls: list[str], state: dict[str, Any], router_url: str | None = None) -> None:
+        """Use the engines at these URLs, through a router if there is one, and restore the `state` of a checkpoint.
+
+        That is {} in a new run.
+        """
+        self.engine = self._client(engine_urls, router_url)
         if self.journal is not None:
             self.journal.start()
         if state:
@@ -127,8 +130,13 @@ class RolloutManager:
 
         return await asyncio.gather(*map(score, self.engine.urls))
 
-    def _client(self, urls: Sequence[str]) -> EngineClient:
-        return EngineClient(urls, max_concurrency=self.args.rollout_max_concurrency, vocab_size=self.vocab_size)
+    def _client(self, urls: Sequence[str], router_url: str | None = None) -> EngineClient:
+        return EngineClient(
+            urls,
+            max_concurrency=self.args.rollout_max_concurrency,
+            vocab_size=self.vocab_size,
+            router_url=router_url,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"stream": self.stream.state_dict()}
@@ -155,7 +163,7 @@ class SupervisedManager:
         check_tokenizer(tokenizer, embedding_size(args.hf_checkpoint))
         self.stream = load_sft_rows(args.prompt_data, tokenizer, seed=args.seed, shuffle=args.rollout_shuffle)
 
-    def connect(self, engine_urls: list[str], state: dict[str, Any]) -> None:
+    def connect(self, engine_urls: list[str], state: dict[str, Any], router_url: str | None = None) -> None:
         """Restore the `state` of a checkpoint ({} in a new run); there are no engines."""
         if state:
             self.stream.load_state_dict(state["stream"])

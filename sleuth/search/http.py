@@ -10,7 +10,7 @@ import random
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import aiohttp
 import pydantic
@@ -253,23 +253,36 @@ def search_session() -> aiohttp.ClientSession:
     )
 
 
-MakeSession = Callable[[], aiohttp.ClientSession]
-_sessions: dict[
-    tuple[asyncio.AbstractEventLoop, MakeSession], tuple[AsyncIterator[aiohttp.ClientSession], aiohttp.ClientSession]
-] = {}
+class Closing(Protocol):
+    """What is opened by `async with` and knows whether it was closed: a session, a pool of processes."""
+
+    @property
+    def closed(self) -> bool: ...
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(self, kind: Any, error: Any, traceback: Any, /) -> None: ...
 
 
-async def shared_session(make: MakeSession = search_session) -> aiohttp.ClientSession:
-    """The session that `make` makes once for each event loop; closed when the loop shuts down its async generators."""
+ClosingT = TypeVar("ClosingT", bound=Closing)
+_shared: dict[tuple[asyncio.AbstractEventLoop, Callable[[], Any]], tuple[AsyncIterator[Any], Any]] = {}
+
+
+async def shared_session() -> aiohttp.ClientSession:
+    """The session for backends, one for each event loop."""
+    return await shared(search_session)
+
+
+async def shared(make: Callable[[], ClosingT]) -> ClosingT:
+    """What `make` makes once for each event loop; closed when the loop shuts down its async generators."""
     key = asyncio.get_running_loop(), make
-    if key not in _sessions or _sessions[key][1].closed:
-        for ended in [other for other in _sessions if other[0].is_closed()]:
-            del _sessions[ended]
-        holder = _hold_session(make)
-        _sessions[key] = holder, await anext(holder)
-    return _sessions[key][1]
+    if key not in _shared or _shared[key][1].closed:
+        for ended in [other for other in _shared if other[0].is_closed()]:
+            del _shared[ended]
+        holder = _hold(make)
+        _shared[key] = holder, await anext(holder)
+    made: ClosingT = _shared[key][1]
+    return made
 
 
-async def _hold_session(make: MakeSession) -> AsyncIterator[aiohttp.ClientSession]:
-    async with make() as session:
-        yield session
+async def _hold(make: Callable[[], ClosingT]) -> AsyncIterator[ClosingT]:
+    async with make() as made:
+        yield made

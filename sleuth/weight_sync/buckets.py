@@ -76,18 +76,3 @@ def flatten(bucket: list[NamedTensor], out: torch.Tensor | None = None) -> torch
     for part, place in zip(parts, out.split([part.numel() for part in parts]), strict=True):
         place.copy_(part)  # unlike `cat`, from a GPU to the host as well
     return out
-
-
-def expect_names(named_tensors: Iterable[NamedTensor], names: Iterable[str]) -> Iterator[NamedTensor]:
-    """Pass the tensors on; ValueError unless each of `names` came once and nothing else did.
-
-    An engine leaves out in silence what it has no place for, and keeps what it was not sent.
-    """
-    missing = set(names)
-    for name, tensor in named_tensors:
-        if name not in missing:
-            raise ValueError(f"expected each weight of the model once, found {name}, which is none or came before")
-        missing.remove(name)
-        yield name, tensor
-    if missing:
-        raise ValueError(f"expected every weight of the model, {len(missing)} did not come: {sorted(missing)[:5]}")

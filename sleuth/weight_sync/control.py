@@ -11,12 +11,15 @@ from typing import Any, Literal
 
 import requests
 
-from sleuth.loopback import direct_session
+from sleuth.engine.key import engine_session
 
 logger = logging.getLogger(__name__)
 
 PauseMode = Literal["abort", "retract", "in_place"]
 Body = dict[str, Any] | bytes
+Requests = list[Future[str | None]]
+"""Under way; the result of each is an error that names the engine, or None."""
+
 FLUSH_POLL_SECONDS = 0.1
 AFTERMATH_SECONDS = 30.0
 """Per request after a failure: what an engine then does not answer in this time is left."""
@@ -40,7 +43,7 @@ class EngineGroup:
         self.timeout = timeout
         self.weights_touched = False
         self._session_open = False
-        self._session = direct_session()
+        self._session = engine_session()
         self._pool = ThreadPoolExecutor(len(self.urls), thread_name_prefix="weight-sync")
 
     def close(self) -> None:
@@ -48,14 +51,14 @@ class EngineGroup:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._session.close()
 
-    def start(self, path: str, bodies: Sequence[Body]) -> list[Future[str | None]]:
-        """Begin to post `bodies[i]` to engine i; each result is an error that names the engine, or None."""
+    def start(self, path: str, bodies: Sequence[Body]) -> Requests:
+        """Begin to post `bodies[i]` to engine i."""
         pairs = zip(self.urls, bodies, strict=True)
         return [self._pool.submit(self._post_one, url, path, body) for url, body in pairs]
 
     def post(self, path: str, body: Body) -> None:
-        """Post to all engines at the same time; a WeightSyncError says which engines failed, and why."""
-        raise_errors(future.result() for future in self.start(path, [body] * len(self.urls)))
+        """Post to all engines at the same time, and wait for them."""
+        wait_for(self.start(path, [body] * len(self.urls)))
 
     def change_weights(self, path: str, body: Body) -> None:
         """As `post`, for requests that change weights: a failure from here on leaves weights partly old, partly new."""
@@ -96,6 +99,11 @@ class EngineGroup:
         if response.status_code != 200:
             return f"{url}/{path} answered {response.status_code}: {response.text[:500]}"
         return None
+
+
+def wait_for(requests: Requests) -> None:
+    """Until every engine has answered; a WeightSyncError says which engines failed, and why."""
+    raise_errors(request.result() for request in requests)
 
 
 def raise_errors(errors: Iterable[str | None]) -> None:

@@ -43,7 +43,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def engines(*actors: ScriptedActor, colocate: bool = True, on_gpu: bool = True) -> Engines:
     made = object.__new__(Engines)
-    made.args = SimpleNamespace(save="SAVE")  # type: ignore[assignment]
+    made.args, made._router = SimpleNamespace(router=False), None  # type: ignore[assignment]
     made._actors, made._on_gpu, made.share_gpus = list(actors), on_gpu, colocate and on_gpu
     made._starting = [] if made.share_gpus else made._start()
     return made
@@ -59,7 +59,7 @@ def test_engines_that_share_gpus_start_when_they_are_waited_for(notes: list[Any]
 
 def test_what_fails_because_of_a_dead_engine_names_it(notes: list[Any]) -> None:
     group = engines(ScriptedActor(notes), ScriptedActor(notes, trouble="the engine at URL was killed by signal 9"))
-    with pytest.raises(EngineDiedError, match=r"^engine 1: the engine at URL was killed .*--load SAVE goes on"):
+    with pytest.raises(EngineDiedError, match=r"^engine 1: the engine at URL was killed .*; start again$"):
         raise_within(group, ray.exceptions.RayError("refused"))
     with pytest.raises(ray.exceptions.RayError, match="refused"):
         raise_within(engines(ScriptedActor(notes)), ray.exceptions.RayError("refused"))

@@ -122,6 +122,9 @@ class Machine:
         assert self.trainer == set(TRAINER_PARTS)
         self.note("trainer: save")
 
+    def finish_save(self, wait: bool) -> bool:
+        return True
+
     def lend(self, parts: tuple[str, ...]) -> None:
         self.trainer -= set(parts)
         self.note("trainer: lend", *parts)
@@ -140,6 +143,7 @@ def actor(**methods: Any) -> Any:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setattr(ray, "get", lambda answer, timeout=None: answer)
+    monkeypatch.setattr(ray, "wait", lambda answers, timeout: (answers, []))
     monkeypatch.setattr(EngineGroup, "_post_one", lambda self, url, path, body: made.post(path, body))
     return made
 
@@ -153,6 +157,7 @@ def start(machine: Machine, **changes: Any) -> Run:
             "update_weights_interval": 1,
             "save": Path("SAVE"),
             "save_on_exit": True,
+            "async_save": True,
             "save_interval": 2,
             "max_logprob_diff": 1e-9,
         }
@@ -173,7 +178,7 @@ def start(machine: Machine, **changes: Any) -> Run:
         probe_engines=machine.probe,
         state_dict=dict,
     )
-    parts = {name: getattr(machine, name) for name in ("train", "score", "save", "lend", "take_back")}
+    parts = {name: getattr(machine, name) for name in ("train", "score", "save", "finish_save", "lend", "take_back")}
     trainer._actors = [actor(**parts, push_weights=machine.push)]
     share_memory(args, trainer, rollout)
     machine.log.clear()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from sleuth.cluster import engines
 from sleuth.cluster.engines import engine_config
 from sleuth.cluster.placement import Device, _position
 from sleuth.engine.devices import as_numbers, check_granted
@@ -128,6 +129,18 @@ def test_an_engine_sees_its_own_gpus_and_no_others() -> None:
     assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert "--base-gpu-id" not in args
     assert "--disable-custom-all-reduce" not in args
+
+
+@pytest.mark.parametrize("colocate", [True, False])
+@pytest.mark.parametrize("parts", [("weights", "kv_cache", "cuda_graph"), ("weights", "kv_cache")])
+def test_graphs_lie_in_memory_of_the_saver_if_they_are_released(
+    colocate: bool, parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "ENGINE_PARTS", parts)
+    args = parse("--colocate") if colocate else parse("--no-colocate", "--rollout-num-gpus", "1")
+    config = engine_config(args, Path("run"), 0, [Device(0, "127.0.0.1", "0")])
+    environment = server_environment(config, Path("folder"), on_gpu=True)
+    assert environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == str(int(colocate and "cuda_graph" in parts))
 
 
 @pytest.fixture

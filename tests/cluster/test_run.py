@@ -22,6 +22,7 @@ class Sides:
         self.cursor = 0
         self.saved: list[tuple[int, dict[str, int]]] = []
         self.error: BaseException | None = None
+        self.written = True
 
     def generate(self, step: int) -> Any:
         self.cursor += 4
@@ -36,6 +37,10 @@ class Sides:
         self._raise_if_asked("save")
         self.saved.append((step, state))
 
+    def finish_save(self, *, wait: bool) -> bool:
+        self._raise_if_asked("write")
+        return self.written or wait
+
     def state_dict(self) -> dict[str, int]:
         return {"cursor": self.cursor}
 
@@ -45,7 +50,7 @@ class Sides:
 
 
 def make_run(sides: Sides, *, save: Path | None = SAVE, on_exit: bool = True, done: int = 0) -> Run:
-    args: Any = SimpleNamespace(write=lambda path: None, save=save, save_on_exit=on_exit)
+    args: Any = SimpleNamespace(write=lambda path: None, save=save, save_on_exit=on_exit, async_save=True)
     two: Any = sides
     return Run(args, two, two, Progress.start(done, SAVE if done else None), Interruption())
 
@@ -97,6 +102,50 @@ def test_what_is_saved_is_not_saved_again() -> None:
     run.save()
     interrupted(run, sides, 2, KeyboardInterrupt("generate"))
     assert sides.saved == [(1, {"cursor": 4})]
+
+
+def test_a_checkpoint_counts_as_saved_when_it_is_written() -> None:
+    sides = Sides()
+    take(run := make_run(sides), 1)
+    sides.written = False
+    run.save()
+    take(run, 2)
+    assert run.progress.saved == 0
+    sides.written = True
+    take(run, 3)
+    assert run.progress.saved == 1
+
+
+@pytest.mark.parametrize("on_exit", [True, False])
+def test_an_interruption_waits_for_the_checkpoint_that_is_being_written(on_exit: bool) -> None:
+    sides = Sides()
+    take(run := make_run(sides, on_exit=on_exit), 1)
+    sides.written = False
+    run.save()
+    message = interrupted(run, sides, 2, KeyboardInterrupt("generate"))
+    assert sides.saved == [(1, {"cursor": 4})]
+    assert f"step 1 is saved in {SAVE}" in message
+
+
+def test_the_next_save_waits_for_the_one_before() -> None:
+    sides = Sides()
+    take(run := make_run(sides), 1)
+    sides.written = False
+    run.save()
+    take(run, 2)
+    run.save()
+    assert (run.progress.saved, run._saving) == (1, 2)
+    run.finish_save()
+    assert (run.progress.saved, run._saving) == (2, None)
+
+
+def test_a_write_that_fails_ends_the_run() -> None:
+    sides = Sides()
+    take(run := make_run(sides), 1)
+    run.save()
+    sides.error = OSError("write: the disk is full")
+    with pytest.raises(OSError, match="the disk is full"):
+        take(run, 2)
 
 
 @pytest.mark.parametrize(("save", "on_exit"), [(None, True), (SAVE, False)])

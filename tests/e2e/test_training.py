@@ -150,11 +150,13 @@ def test_data_without_the_label_column_is_told_in_one_line(tmp_path, flags):
     assert processes_of(tmp_path / "run") == []
 
 
-def test_engines_on_devices_of_their_own_get_weights_by_broadcast(tmp_path, flags):
-    """Two ranks that train, two engines that they send to; both are left without complaint at the end."""
-    separate = ["--no-colocate", "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"]
-    separate += ["--rollout-num-gpus", "2", "--update-weights-through", "distributed", "--num-rollout", "1"]
-    code, output = run_training([*flags, *separate])
+@pytest.mark.parametrize("through", ["tensor", "distributed"])
+def test_two_ranks_send_weights_to_two_engines(tmp_path, flags, through):
+    """By broadcast to engines on devices of their own; both sides are left without complaint at the end."""
+    layout = ["--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2", "--num-rollout", "1"]
+    layout += ["--rollout-num-gpus", "2", "--update-weights-through", through]
+    layout += [] if through == "tensor" else ["--no-colocate"]
+    code, output = run_training([*flags, *layout])
     assert code == 0, output
     [line] = metrics_of(tmp_path / "run")[-1:]
     assert line["step"] == 1

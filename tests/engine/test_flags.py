@@ -50,6 +50,13 @@ def test_flags_with_types_stay_what_they_were() -> None:
     assert "sglang_options" not in args.to_dict()
 
 
+@pytest.mark.parametrize(("flags", "threads"), [([], "1"), (["--cpu-threads-per-engine", "2"], "2")])
+def test_an_engine_on_a_cpu_gets_its_threads(flags: list[str], threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")  # what the caller has
+    config = engine_config(parse(*flags), Path("run"), 0, [Device(0, "127.0.0.1", None)])
+    assert server_environment(config, Path("x"), on_gpu=False)["OMP_NUM_THREADS"] == threads
+
+
 def test_options_in_files_and_on_the_command_line(tmp_path: Path) -> None:
     text = "sglang_cuda-graph-max-bs: 64\nsglang_schedule_policy: fcfs\nsglang_enable_torch_compile: true\n"
     text += "sglang_bucket_time_to_first_token: [0.1, 1, 5]\nsglang_preferred_sampling_params: {top_k: 5}\n"

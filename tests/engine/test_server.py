@@ -16,9 +16,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import requests
 
 import sleuth.engine.server as server_module
 from sleuth.engine.actor import EngineActor
+from sleuth.engine.key import engine_key, engine_session
 from sleuth.engine.process_group import group_members, shared_memory_files
 from sleuth.engine.server import (
     PACKAGE_ROOT,
@@ -63,9 +65,31 @@ def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[psu
 
 
 @pytest.mark.engine
+def test_an_engine_answers_only_whoever_has_the_key(engine: RunningEngine) -> None:
+    key, url, origin = engine_key(), engine.url, {"Origin": "https://elsewhere.example"}
+    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}
+    for path in ("generate", "update_weights_from_disk", "flush_cache", "pause_generation", "abort_request"):
+        assert requests.post(f"{url}/{path}", json=body, headers=origin, timeout=10).status_code == 401
+        wrong = {"Authorization": f"Bearer {key[:-1]}x"}
+        assert requests.post(f"{url}/{path}", json=body, headers=wrong, timeout=10).status_code == 401
+    assert requests.get(f"{url}/server_info", timeout=10).status_code == 401
+    with engine_session() as session:
+        answer = session.post(f"{url}/generate", json=body, headers=origin, timeout=60)
+        preflight = session.options(f"{url}/generate", headers=origin | {"Access-Control-Request-Method": "POST"})
+    assert answer.status_code == 200
+    allowed = {name for reply in (answer, preflight) for name in reply.headers if name.startswith("access-control")}
+    assert allowed == set()
+
+    assert "server_args" in engine.server.log_path.read_text()
+    assert key not in engine.server.log_path.read_text()
+    commands = [" ".join(process.cmdline()) for process in group_members(engine.server.pid)]
+    assert all(key not in command for command in commands)
+
+
+@pytest.mark.engine
 @pytest.mark.timeout(1200)  # starts two servers in turn
 def test_an_actor_starts_notices_death_restarts_and_leaves_nothing(model_path: Path, tmp_path: Path) -> None:
-    actor = EngineActor(EngineConfig(model_path, log_path=tmp_path / "engine.log"))
+    actor = EngineActor(EngineConfig(model_path, log_path=tmp_path / "engine.log"), engine_key())
     server = actor._server
     try:
         first = actor.start()
@@ -247,13 +271,41 @@ def test_the_memory_saver_gets_no_expandable_segments(tmp_path: Path, monkeypatc
     assert "PYTORCH_CUDA_ALLOC_CONF" in server_environment(EngineConfig("model"), tmp_path, on_gpu=True)
 
 
+def test_the_memory_saver_finds_the_runtime_that_torch_came_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "nvidia" / "cu13" / "lib" / "libcudart.so.13"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.setattr(sys, "path", ["/nowhere", str(tmp_path)])
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
+    saving = server_environment(EngineConfig("model", enable_memory_saver=True), tmp_path, on_gpu=True)
+    assert saving["LD_LIBRARY_PATH"] == f"/mine:{library.parent}"
+    other = server_environment(EngineConfig("model"), tmp_path, on_gpu=True)
+    assert other["LD_LIBRARY_PATH"] == "/mine"
+    monkeypatch.setattr(sys, "path", ["/nowhere"])
+    assert (
+        server_environment(EngineConfig("model", enable_memory_saver=True), tmp_path, on_gpu=True)["LD_LIBRARY_PATH"]
+        == "/mine"
+    )
+
+
+def test_graphs_can_be_released_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+    monkeypatch.setenv(name, "1")
+    colocated = EngineConfig("model", enable_memory_saver=True, releases_graphs=True)
+    assert server_environment(colocated, tmp_path, on_gpu=True)[name] == "1"
+    for kept in (EngineConfig("model"), EngineConfig("model", enable_memory_saver=True)):
+        assert server_environment(kept, tmp_path, on_gpu=True)[name] == "0"
+
+
 @pytest.mark.engine
 def test_a_port_that_is_taken_meanwhile_is_replaced(tmp_path, monkeypatch):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        ports = iter([other.getsockname()[1], server_module._free_port()])
-        monkeypatch.setattr(server_module, "_free_port", lambda: next(ports))
+        ports = iter([other.getsockname()[1], server_module.free_port()])
+        monkeypatch.setattr(server_module, "free_port", lambda: next(ports))
         config = EngineConfig(make_tiny_model(tmp_path / "model", "qwen2"), log_path=tmp_path / "engine.log")
         with EngineServer(config) as server:
             assert server.is_healthy()

@@ -41,7 +41,8 @@ class _Nothing:
 class FakeGPU:
     """Memory and synchronisations of what runs within `with gpu.active():`.
 
-    `live` and `peak` are bytes on the device, `waits` the places where the host waited for it.
+    `live` and `peak` are bytes on the device, `waits` the places where the host waited for it, `attention` how often
+    each kernel of torch's attention over rows was called.
     """
 
     def __init__(self) -> None:
@@ -51,6 +52,7 @@ class FakeGPU:
         self.torch, self.fake_tensor = torch, FakeTensor
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.waits: Counter[str] = Counter()
+        self.attention: Counter[str] = Counter()
         self.live = self.peak = 0
         self._storages: dict[int, tuple[Any, int]] = {}
         self._pretend_cuda()
@@ -64,6 +66,7 @@ class FakeGPU:
             self._storages[key] = (storage, 0 if held is None else held.nbytes())
         self.live = self.peak = sum(size for _, size in self._storages.values())
         self.waits.clear()
+        self.attention.clear()
 
     @contextlib.contextmanager
     def active(self) -> Any:
@@ -212,6 +215,8 @@ def _meter(gpu: FakeGPU) -> Any:
             if func is aten.equal.default and on_device:
                 gpu.waited("equal")
                 return True
+            if func.namespace == "torch_attn":
+                gpu.attention[func.name().removeprefix("torch_attn::")] += 1
             if "nonzero" in func.name() and on_device:
                 gpu.waited("nonzero")
             if _to_host(func.name(), args, kwargs):

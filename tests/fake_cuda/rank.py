@@ -1,8 +1,8 @@
 """One rank of the real trainer on a fake GPU: `python -m tests.fake_cuda.rank GUARD MODEL RANK WORLD TOKENS FLAGS`.
 
-GUARD is the compiled guard.cpp, MODEL a folder with config.json. Builds the trainer, trains on one row of TOKENS tokens
-(0: not at all) and steps, lends all memory and takes it back. Prints JSON: bytes that live on the device, peaks, and
-where the host waited for it, for each of these.
+GUARD is the compiled guard.cpp, MODEL a folder with config.json, or 0.5B or 3B: that of `tools/gpu_check.py`. Builds
+the trainer, trains on one row of TOKENS tokens (0: not at all) and steps, lends all memory and takes it back. Prints
+JSON: bytes that live on the device, peaks, and where the host waited for it, for each of these.
 
 What it cannot follow: TransformerEngine, stages of a pipeline that tell each other shapes, experts to whom tokens are
 sent by their numbers.
@@ -21,6 +21,8 @@ from typing import Any
 from tests.fake_cuda.device import FakeGPU, load_guard
 
 SEQUENCES = 8
+LAYERS = 6
+GPU_CHECK = ("0.5B", "3B")
 
 
 def main(guard: str, model: str, rank: str, world: str, tokens: str, *flags: str) -> None:
@@ -28,8 +30,12 @@ def main(guard: str, model: str, rank: str, world: str, tokens: str, *flags: str
     os.environ.update(RANK=rank, WORLD_SIZE=world, LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     gpu = FakeGPU()
     pretend_processes(int(rank), int(world))
-    args = arguments(model, world, flags)
-    trainer, found = build(gpu, args)
+    if model in GPU_CHECK:
+        args, make = of_gpu_check(model)
+    else:
+        args = arguments(model, world, flags)
+        make = None
+    trainer, found = build(gpu, args, make)
     with gpu.active():
         if int(tokens):
             found |= train(gpu, trainer, args, int(tokens))
@@ -67,7 +73,18 @@ def arguments(model: str, world: str, flags: tuple[str, ...]) -> Any:
     return check_model(args, read_hf_config(args))
 
 
-def build(gpu: FakeGPU, args: Any) -> tuple[Any, dict[str, Any]]:
+def of_gpu_check(size: str) -> tuple[Any, Any]:
+    """Flags, and what makes the trainer, of `tools/gpu_check.py`, with six layers."""
+    from tools.gpu_checks.size import SIZES
+    from tools.gpu_checks.trainer import RandomTrainer, Settings, read_shape
+
+    script, changes = SIZES[size]
+    shape = replace(read_shape(script)[0], num_layers=LAYERS)
+    RandomTrainer._load_initial_weights = lambda self: None  # type: ignore[method-assign]
+    return Settings(**changes), lambda settings: RandomTrainer(settings, shape)
+
+
+def build(gpu: FakeGPU, args: Any, make: Any = None) -> tuple[Any, dict[str, Any]]:
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.tensor_parallel import random
 
@@ -82,7 +99,7 @@ def build(gpu: FakeGPU, args: Any) -> tuple[Any, dict[str, Any]]:
     param_and_grad_buffer._coalescing_manager = lambda *args, **kwargs: contextlib.nullcontext(waiting())
     Trainer._load_initial_weights = lambda self: None  # type: ignore[method-assign]
     with gpu.active():
-        trainer = Trainer(args)
+        trainer = (make or Trainer)(args)
     gpu.reset()
     return trainer, {"resident": gpu.live, "parts": trainer.memory.held()}
 
@@ -94,14 +111,15 @@ def train(gpu: FakeGPU, trainer: Any, args: Any, tokens: int) -> dict[str, Any]:
 
     batch = row(gpu, args, tokens)
     found: dict[str, Any] = {}
-    with trainer._reference.in_place():
+    reference = trainer._reference.in_place() if trainer._reference else contextlib.nullcontext()
+    with reference:
         (batch.ref_log_probs,) = forward.score(trainer._ddp, [batch], HeadOptions(1.0, args.log_probs_chunk_size))
     gpu.reset()
     for chunk in trainer._ddp:
         chunk.zero_grad_buffer()
     trainer.optimizer.zero_grad()
     forward.run_model(trainer._ddp, [batch], trainer._options, trainer._objective, train=True)
-    found |= {"forward_backward": {"peak": gpu.peak, "waits": dict(gpu.waits)}}
+    found |= {"forward_backward": {"peak": gpu.peak, "waits": dict(gpu.waits), "attention": dict(gpu.attention)}}
     gpu.reset()
     trainer.optimizer.step()
     return found | {"step": {"peak": gpu.peak, "waits": dict(gpu.waits)}}

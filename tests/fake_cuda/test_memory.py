@@ -19,7 +19,10 @@ import torch
 
 from sleuth.arguments import check_model, parse_args, read_hf_config
 from sleuth.memory_plan import MemoryPlan, memory_plan
+from tests.fake_cuda.rank import LAYERS
 from tests.published_configs import PUBLISHED
+from tools.gpu_checks.size import SIZES, compare_memory, plan_of
+from tools.gpu_checks.trainer import Settings, read_shape
 
 pytestmark = [
     pytest.mark.megatron,
@@ -28,7 +31,6 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYERS = 6
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
 CASES = {
@@ -77,7 +79,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def traced(folder: Path, name: str) -> dict[str, Any]:
     model, rank, world, tokens, flags = CASES[name]
-    words = [str(folder / "guard.so"), str(folder / model), str(rank), str(world), str(tokens), *flags.split()]
+    return trace([str(folder / "guard.so"), str(folder / model), str(rank), str(world), str(tokens), *flags.split()])
+
+
+def trace(words: list[str]) -> dict[str, Any]:
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "tests.fake_cuda.rank", *words]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
@@ -110,6 +115,19 @@ def test_the_plan_says_what_a_step_takes(folder: Path, name: str) -> None:
     assert found["step"]["peak"] < peak
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_the_gpu_check_expects_what_its_trainer_takes(folder: Path, size: str) -> None:
+    tokens = 8192
+    words = [str(folder / "guard.so"), size, "0", "1", str(tokens)]
+    found = trace(words)
+    script, changes = SIZES[size]
+    flags = read_shape(script)[1] | {"num_layers": LAYERS}
+    plan = plan_of(Settings(**changes), flags, tokens)
+    result = compare_memory(size, found["resident"], found["forward_backward"]["peak"], plan, tokens)
+    assert result.status == "ok", result.found
+    assert compare_memory(size, found["resident"], 0.8 * plan.peak, plan, tokens).status == "failed"
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_lending_leaves_nothing_and_brings_back_everything(folder: Path, name: str) -> None:
     found = traced(folder, name)
@@ -122,3 +140,10 @@ def test_nothing_waits_for_the_device_in_a_layer_or_for_a_parameter(folder: Path
     found = traced(folder, name)
     assert found["forward_backward"]["waits"] == {}
     assert list(found["step"]["waits"].values()) == [1]  # for the gradient's norm, by which it is clipped
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_attention_is_one_kernel_a_layer_forward_and_one_backward(folder: Path, name: str) -> None:
+    passes = 2 if "recompute" in name else 1
+    calls = traced(folder, name)["forward_backward"]["attention"]
+    assert calls == {"_varlen_attn": passes * LAYERS, "_varlen_attn_backward": LAYERS}

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
+from sleuth.checkpoints import find_checkpoint, resuming_problem
+from sleuth.megatron.background_write import BackgroundWrite
 from sleuth.megatron.convert import hf_to_torch_dist
 from tests.megatron.harness import (
     Reference,
@@ -31,16 +44,71 @@ INTERLEAVED = {**PP4, "num_layers_per_virtual_pipeline_stage": 1}
 
 
 def save_task(rank: int, world: int, folder: str, save: str, **flags: Any) -> dict[str, Any]:
-    """Train, save at step 1, train on; what a resumed run must repeat."""
+    """Train, save at step 1, train on while it is written; what a resumed run must repeat."""
     args = make_args(folder, world, save=save, **flags)
     trainer = new_trainer(args)
     assert (trainer.steps_done, trainer.rollout_state) == (0, {})
     trainer.train(shares(trainer, args, make_samples()))
+    with writing_held_up() as go_on:
+        trainer.save(1, STATE)
+        out = {
+            "finished early": trainer.finish_save(wait=False),
+            "metrics": trainer.train(shares(trainer, args, make_samples(seed=1))),
+            "weights": {name: weight.clone() for name, weight in trainer.hf_weights()},
+        }
+        trainer.memory.lend()  # as while engines generate
+        out["listing"] = sorted(path.name for path in Path(save).iterdir())
+        torch.distributed.barrier()
+        go_on.set()
+        trainer.finish_save()
+    return out | {"finished": trainer.finish_save(wait=False)}
+
+
+def synchronous_task(rank: int, world: int, folder: str, save: str, **flags: Any) -> None:
+    """What `save_task` saves, written before anything else is done."""
+    args = make_args(folder, world, save=save, no_async_save=True, **flags)
+    trainer = new_trainer(args)
+    trainer.train(shares(trainer, args, make_samples()))
     trainer.save(1, STATE)
-    return {
-        "metrics": trainer.train(shares(trainer, args, make_samples(seed=1))),
-        "weights": dict(trainer.hf_weights()),
-    }
+    assert (Path(save) / "latest_checkpointed_iteration.txt").is_file()
+
+
+def one_rank_fails_task(rank: int, world: int, folder: str, save: str, **flags: Any) -> dict[str, Any]:
+    """The disk of the last rank is full while a checkpoint is written, with one before it that pruning may not take."""
+    trainer = new_trainer(make_args(folder, world, save=save, save_keep=1, **flags))
+    save_and_wait(trainer, 1, STATE)
+    out = {"error": ""}
+    with writing_held_up(OSError(errno.ENOSPC, "No space left on device") if rank == world - 1 else None) as go_on:
+        trainer.save(2, STATE)
+        out["while"] = " ".join(sorted(path.name for path in Path(save).iterdir()))
+        go_on.set()
+        try:
+            trainer.finish_save()
+        except Exception as raised:
+            out["error"] = f"{type(raised).__name__}: {raised}"
+    torch.distributed.barrier()  # the first rank cleans up
+    out["after"] = " ".join(sorted(path.name for path in Path(save).iterdir()))
+    torch.distributed.barrier()
+    save_and_wait(trainer, 3, STATE)
+    out["next"] = " ".join(sorted(path.name for path in Path(save).iterdir()))
+    return out
+
+
+@contextmanager
+def writing_held_up(error: Exception | None = None) -> Iterator[threading.Event]:
+    """Inside the block, threads begin to write a checkpoint's files, or raise, only when the event is set."""
+    go_on, write = threading.Event(), BackgroundWrite._run
+
+    def run(self: BackgroundWrite, work: Callable[[], None]) -> None:
+        def fail() -> None:
+            assert error is not None
+            raise error
+
+        go_on.wait()
+        write(self, fail if error else work)
+
+    with mock.patch.object(BackgroundWrite, "_run", run):
+        yield go_on
 
 
 def resume_task(rank: int, world: int, folder: str, load: str, **flags: Any) -> dict[str, Any]:
@@ -91,45 +159,82 @@ def robust_task(rank: int, world: int, folder: str, save: str) -> dict[str, Any]
         tracker = (place / "latest_checkpointed_iteration.txt").read_text()
         return sorted(path.name for path in place.iterdir()), tracker
 
-    trainer.save(1, {"n": 1})
+    save_and_wait(trainer, 1, {"n": 1})
     out["errors"] = [_failing_save(trainer, *target) for target in FAILURES]
     out["after errors"] = listing()
 
     leftover = place / ".unfinished-iter_0000009"
     leftover.mkdir()
     (leftover / "half").write_text("a killed run left this")
-    trainer.save(2, {"n": 2})
+    save_and_wait(trainer, 2, {"n": 2})
     out["after left-over"] = listing()
-    trainer.save(2, {"n": "again"})
+    save_and_wait(trainer, 2, {"n": "again"})
     out["again"] = json.loads((place / "iter_0000002" / "rollout_state.json").read_text())
-    trainer.save(3, {"n": 3})
-    trainer.save(4, {"n": 4})
+    save_and_wait(trainer, 3, {"n": 3})
+    save_and_wait(trainer, 4, {"n": 4})
     out["after pruning"] = listing()
     return out
 
 
+def save_and_wait(trainer: Any, step: int, state: dict[str, Any]) -> None:
+    trainer.save(step, state)
+    trainer.finish_save()
+
+
+def ruin_task(rank: int, world: int, folder: str, save: str) -> dict[str, Any]:
+    """A checkpoint that training goes on from, one whose weights ruin the next loss, and weights that are not saved."""
+    args = make_args(folder, world, save=save, save_keep=1)
+    trainer, place = new_trainer(args), Path(save)
+
+    def train() -> str:
+        try:
+            trainer.train(shares(trainer, args, make_samples()))
+        except FloatingPointError as error:
+            return str(error)
+        return ""
+
+    def place_of(value: float) -> None:
+        with torch.no_grad():
+            for chunk in trainer.chunks:
+                dict(chunk.named_parameters())["decoder.final_layernorm.weight"].fill_(value)
+
+    out: dict[str, Any] = {"first": train()}
+    save_and_wait(trainer, 1, {})
+    out["first"] += train()
+    place_of(3e38)  # finite, and yet no logit is
+    save_and_wait(trainer, 2, {})
+    out["kept"] = sorted(path.name for path in place.glob("iter_*"))
+    out["second"] = train()
+    torch.distributed.barrier()  # the first rank writes the tracker
+    out["tracker"] = (place / "latest_checkpointed_iteration.txt").read_text()
+    resumed = new_trainer(make_args(folder, world, save=save, load=save))
+    out["resumed"] = resumed.steps_done
+    place_of(float("nan"))
+    try:
+        save_and_wait(trainer, 3, {})
+    except FloatingPointError as error:
+        out["third"] = str(error)
+    out["after"] = sorted(path.name for path in place.glob("*iter_*"))
+    return out
+
+
 FAILURES = [
-    ("sleuth.megatron.checkpoint.dist_checkpointing.save", OSError(errno.ENOSPC, "No space left on device")),
-    ("sleuth.megatron.checkpoint._finish", OSError(errno.EIO, "Input/output error")),
+    ("sleuth.megatron.background_write.dist_checkpointing.save", OSError(errno.ENOSPC, "No space left on device")),
+    ("sleuth.megatron.checkpoint.follow_umask", OSError(errno.EIO, "Input/output error")),
     ("sleuth.checkpoints.publish", KeyboardInterrupt()),
 ]
 
 
 def _failing_save(trainer: Any, target: str, error: BaseException) -> str:
-    from unittest import mock
-
     with mock.patch(target, side_effect=error):
         try:
-            trainer.save(2, {"n": 2})
+            save_and_wait(trainer, 2, {"n": 2})
         except BaseException as raised:
             return type(raised).__name__
     return "nothing was raised"
 
 
 def small_disk_task(rank: int, world: int, folder: str, save: str) -> str:
-    from types import SimpleNamespace
-    from unittest import mock
-
     trainer = new_trainer(make_args(folder, world, save=save))
     with mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=1000)):
         try:
@@ -142,16 +247,15 @@ def small_disk_task(rank: int, world: int, folder: str, save: str) -> str:
 def full_disk_task(rank: int, world: int, folder: str, save: str) -> tuple[str, str]:
     """A real write error in the middle of a file: the process may not write files over 20 kB."""
     import resource
-    import signal
 
     trainer = new_trainer(make_args(folder, world, save=save))
-    trainer.save(1, STATE)
+    save_and_wait(trainer, 1, STATE)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     error = "nothing was raised"
     try:
-        trainer.save(2, STATE)
+        save_and_wait(trainer, 2, STATE)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     finally:
@@ -179,6 +283,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "robust",
         "small",
         "full",
+        "failing",
+        "plain, synchronous",
+        "sharded, synchronous",
+        "interleaved, synchronous",
     )
     return {name: str(root / name) for name in names}
 
@@ -196,12 +304,17 @@ def results(folders: dict[str, str]) -> dict[str, Any]:
         "plain resumed": Task(resume_task, other | {"load": folders["plain"]}),
         "robust": Task(robust_task, model | {"save": folders["robust"]}),
         "small disk": Task(small_disk_task, model | {"save": folders["small"]}),
+        "plain, synchronous": Task(synchronous_task, model | {"save": folders["plain, synchronous"]}),
         "full disk": Task(full_disk_task, model | {"save": folders["full"]}),
     }
     two = {
         "plain on TP2": Task(resume_task, other | {"load": folders["plain"], "tensor_model_parallel_size": 2}),
         "plain on PP2": Task(resume_task, other | {"load": folders["plain"], "pipeline_model_parallel_size": 2}),
         "sharded": Task(save_task, model | {"save": folders["sharded"]} | DISTRIBUTED),
+        "sharded, synchronous": Task(synchronous_task, model | {"save": folders["sharded, synchronous"]} | DISTRIBUTED),
+        "one rank fails": Task(
+            one_rank_fails_task, model | {"save": folders["failing"], "tensor_model_parallel_size": 2}
+        ),
         "sharded resumed": Task(resume_task, other | {"load": folders["sharded"]} | DISTRIBUTED),
         "sharded, other settings": Task(other_settings_task, other | {"load": folders["sharded"]} | DISTRIBUTED),
         "sharded, weights alone": Task(finetune_task, other | {"load": folders["sharded"]} | DISTRIBUTED),
@@ -212,6 +325,9 @@ def results(folders: dict[str, str]) -> dict[str, Any]:
     deep, deep_other = {"folder": folders["deep"]}, {"folder": folders["deep other"]}
     four = {
         "interleaved": Task(save_task, deep | {"save": folders["interleaved"]} | INTERLEAVED),
+        "interleaved, synchronous": Task(
+            synchronous_task, deep | {"save": folders["interleaved, synchronous"]} | INTERLEAVED
+        ),
         "interleaved resumed": Task(resume_task, deep_other | {"load": folders["interleaved"]} | INTERLEAVED),
         "interleaved on PP4": Task(resume_task, deep_other | {"load": folders["interleaved"]} | PP4),
     }
@@ -228,6 +344,74 @@ def test_resuming_repeats_the_run_bit_by_bit(name: str, results: dict[str, Any])
         assert found["weights"].keys() == expected["weights"].keys()
         for key, weight in found["weights"].items():
             assert torch.equal(weight, expected["weights"][key]), key
+
+
+@pytest.mark.parametrize("name", ["plain", "sharded", "interleaved"])
+def test_what_is_written_in_the_background_is_what_a_synchronous_save_writes(
+    name: str, folders: dict[str, str], results: dict[str, Any]
+) -> None:
+    """While it was written, the trainer took a step and lent its memory."""
+    for out in results[name]:
+        assert out["listing"] == [".unfinished-iter_0000001"]
+        assert (out["finished early"], out["finished"]) == (False, True)
+    found, expected = (stored(Path(folders[place]) / "iter_0000001") for place in (name, f"{name}, synchronous"))
+    assert len(found) >= 30
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        assert torch.equal(tensor, expected[key]), key
+
+
+def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors in a checkpoint's files."""
+    keys = set(FileSystemReader(checkpoint).read_metadata().state_dict_metadata)
+    found = _load_state_dict_from_keys(keys, storage_reader=FileSystemReader(checkpoint))
+    return {key: value for key, value in found.items() if torch.is_tensor(value)}
+
+
+def test_one_rank_that_cannot_write_is_an_error_of_all(folders: dict[str, str], results: dict[str, Any]) -> None:
+    tracker = "latest_checkpointed_iteration.txt"
+    for out in results["one rank fails"]:
+        assert f"could not be written to {folders['failing']}" in out["error"]
+        assert "No space left on device" in out["error"]
+        assert out["while"] == f".unfinished-iter_0000002 iter_0000001 {tracker}"
+        assert out["after"] == f"iter_0000001 {tracker}"
+        assert out["next"] == f"iter_0000003 {tracker}"
+
+
+KILLS = {
+    "while files are written": "sleuth.megatron.background_write.BackgroundWrite._run",
+    "before the folder is complete": "sleuth.megatron.checkpoint.follow_umask",
+    "before it takes its place": "sleuth.checkpoints._sync_to_disk",
+    "before the tracker names it": "sleuth.checkpoints._write_tracker",
+}
+
+
+def killed(folder: str, save: str, target: str, port: int) -> None:
+    """Save step 1, begin to save step 2, and be killed when `target` is called."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    trainer = new_trainer(make_args(folder, save=save))
+    save_and_wait(trainer, 1, STATE)
+    with mock.patch(target, side_effect=lambda *args: os.kill(os.getpid(), signal.SIGKILL)):
+        save_and_wait(trainer, 2, STATE)
+
+
+def test_a_kill_at_any_moment_leaves_the_last_checkpoint(tmp_path: Path, folders: dict[str, str]) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = []
+    for number, target in enumerate(KILLS.values()):
+        save = str(tmp_path / str(number))
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+        processes.append(context.Process(target=killed, args=(folders["model"], save, target, port)))
+        processes[-1].start()
+    for number, process in enumerate(processes):
+        process.join(300)
+        assert process.exitcode == -signal.SIGKILL
+        found = find_checkpoint(tmp_path / str(number))
+        assert found == tmp_path / str(number) / "iter_0000001"
+        assert resuming_problem(found, distributed=False) is None
+        assert len(list((tmp_path / str(number)).iterdir())) == 3  # the second one, of whatever name, is there in part
 
 
 @pytest.mark.parametrize(
@@ -315,6 +499,22 @@ def test_left_overs_are_removed_and_the_latest_are_kept(results: dict[str, Any])
     assert out["after left-over"] == (["iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt"], "2")
     assert out["again"] == {"n": "again"}
     assert out["after pruning"] == (["iter_0000003", "iter_0000004", "latest_checkpointed_iteration.txt"], "4")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_ruined_checkpoint_is_not_gone_on_from(
+    world: int, folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    save = str(tmp_path_factory.mktemp("ruin") / "save")
+    for found in run_tasks(world, [Task(ruin_task, {"folder": folders["model"], "save": save})])[0]:
+        assert found["first"] == ""
+        assert found["kept"] == ["iter_0000001", "iter_0000002"]  # with --save-keep 1: the good one is kept besides
+        assert "The checkpoint of step 2 in" in found["second"]
+        assert "now goes on from iter_0000001, the newest that training has gone on from" in found["second"]
+        assert found["tracker"] == "1"
+        assert found["resumed"] == 1
+        assert "NaN or infinite values in decoder.final_layernorm.weight; they are not saved" in found["third"]
+        assert found["after"] == ["iter_0000001", "iter_0000002"]
 
 
 def test_a_disk_that_is_too_small_is_an_error_before_writing(results: dict[str, Any]) -> None:

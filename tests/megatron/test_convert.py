@@ -151,6 +151,7 @@ def layout_task(rank: int, world: int, model: str, converted: str, save: str, fl
         trainer = new_trainer(make_args(model, world, ref_load=reference, save=save, **flags))
         scores.append(trainer.log_probs(ids, 1.0))
     trainer.save(1, {})
+    trainer.finish_save()
     return {"converted": scores[0], "hf": scores[1]}
 
 
@@ -311,6 +312,14 @@ def test_files_have_the_mode_that_the_umask_gives(tmp_path: Path, umask: int, mo
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()}
     assert "model.safetensors" in modes
     assert set(modes.values()) == {mode}
+
+
+def test_weights_that_are_not_finite_are_named_and_not_written(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    tensors = {"a": torch.ones(3), "b": torch.tensor([1.0, float("nan")])}
+    with pytest.raises(ValueError, match="found NaN or infinite values in b"):
+        write_hf_folder(tensors.items(), model, tmp_path / "new", "float32")
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_export_is_there_whole_or_not_at_all(tmp_path: Path) -> None:

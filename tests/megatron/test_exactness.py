@@ -53,6 +53,14 @@ BLOCK = {**FULL, "recompute_method": "block"}
 
 
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# Three groups of three heads, as in SmolLM2-135M, which tensor parallelism of 2 cannot split.
+SMOLLM2 = {
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 72,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+}
 
 
 class Case(NamedTuple):
@@ -82,6 +90,10 @@ CASES: dict[str, Case] = {
     "qwen3 tied": Case(1, {}, TWO_SAMPLES, "qwen3 tied"),
     "eight layers tied": Case(1, {}, TWO_SAMPLES, "eight layers tied", "small steps"),
     "llama sft": Case(1, {}, TWO_SAMPLES, "llama", "sft"),
+    "llama": Case(1, {}, TWO_SAMPLES, "llama"),
+    "llama tied": Case(1, {}, TWO_SAMPLES, "llama tied"),
+    "smollm2": Case(1, {}, TWO_SAMPLES, "smollm2"),
+    "smollm2 sft": Case(1, {}, TWO_SAMPLES, "smollm2", "sft"),
     "moe": Case(1, {}, TWO_SAMPLES, "moe"),
     "moe, weights not normalised": Case(1, {}, TWO_SAMPLES, "moe unnormalised"),
     "TP2": Case(2, TP2, TWO_SAMPLES),
@@ -90,6 +102,11 @@ CASES: dict[str, Case] = {
     "TP2 SP full recompute": Case(2, {**SP2, **FULL}, TOKENS),
     "PP2": Case(2, PP2, TWO_SAMPLES),
     "PP2 tied": Case(2, PP2, {"max_tokens": 40}, "qwen3 tied"),
+    "TP2 llama": Case(2, TP2, TWO_SAMPLES, "llama"),
+    "TP2 SP llama tied": Case(2, SP2, TWO_SAMPLES, "llama tied"),
+    "PP2 smollm2": Case(2, PP2, TWO_SAMPLES, "smollm2"),
+    "CP2 smollm2": Case(2, CP2, ONE_SAMPLE, "smollm2"),
+    "DP2 smollm2 distributed optimizer": Case(2, SHARDED, TWO_SAMPLES, "smollm2"),
     "CP2": Case(2, CP2, ONE_SAMPLE),
     "CP2 token mean": Case(2, CP2, TOKENS, objective="token mean"),
     "CP2 kl in the reward": Case(2, CP2, TWO_SAMPLES, objective="kl in the reward"),
@@ -122,6 +139,7 @@ CASES: dict[str, Case] = {
     "PP2 CP2 tied": Case(4, {**PP2, **CP2}, TWO_SAMPLES, "qwen3 tied"),
     "PP2 DP2 tied": Case(4, {**PP2, **SHARDED}, TWO_SAMPLES, "qwen3 tied"),
     "CP2 DP2": Case(4, {**CP2, **SHARDED}, {**TOKENS, "balance": False}),
+    "TP2 PP2 llama tied": Case(4, {**TP2, **PP2}, TOKENS, "llama tied"),
     "moe EP4": Case(4, {"expert_model_parallel_size": 4}, TWO_SAMPLES, "moe"),
     "moe PP2 EP2": Case(4, {**PP2, **EP2, **SHARDED}, TWO_SAMPLES, "moe"),
     "moe TP2 SP DP2 EP2, recompute": Case(4, {**SP2, **EP2, **FULL}, TOKENS, "moe"),
@@ -141,6 +159,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "moe": save_tiny_model(folder / "moe", "qwen3_moe", **MIXTURE, norm_topk_prob=True),
         "moe unnormalised": save_tiny_model(folder / "moe2", "qwen3_moe", **MIXTURE, norm_topk_prob=False),
         "llama": save_tiny_model(folder / "llama", "llama"),
+        "llama tied": save_tiny_model(folder / "llama tied", "llama", tied=True),
+        "smollm2": save_tiny_model(folder / "smollm2", "llama", tied=True, **SMOLLM2),
     }
     for path in found.values():
         hf_to_torch_dist(path, path.with_suffix(".torch_dist"))

@@ -198,6 +198,16 @@ def test_what_cannot_be_a_weight(folder: Path, dtype: torch.dtype, scales: bool)
         HfWeights(folder).read(name)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_tensor_that_is_not_finite_is_named(folder: Path, value: float) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    change(folder, lambda tensors: tensors[name][3].fill_(value))
+    weights = check(folder)  # whose values are not read yet
+    with pytest.raises(ValueError, match=rf"{name} in model.safetensors holds NaN or infinite values; download"):
+        weights.read(name)
+    weights.read("model.layers.1.mlp.up_proj.weight")
+
+
 def test_the_output_layer_of_a_tied_model_must_be_the_embedding(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", "qwen2", tie_word_embeddings=True, vocab_size=5000)
 

@@ -33,6 +33,7 @@ def moe_task(rank: int, world: int, folder: str, save: str, **flags: Any) -> dic
     trainer = new_trainer(args)
     trainer.train(shares(trainer, args, make_samples()))
     trainer.save(1, {})
+    trainer.finish_save()
     out = {"second": trainer.train(shares(trainer, args, make_samples(seed=1))), "weights": dict(trainer.hf_weights())}
     trainer = new_trainer(args.model_copy(update={"load": Path(save)}))
     out["resumed"] = trainer.train(shares(trainer, args, make_samples(seed=1)))

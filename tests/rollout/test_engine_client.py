@@ -108,18 +108,6 @@ class TestRealEngine:
             use([engine.url], lambda client: client.generate([5] * 3000, SAMPLING))
         assert engine.server.is_healthy()
 
-    def test_abort_all_ends_what_is_under_way(self, engine: RunningEngine) -> None:
-        async def start_and_abort(client: EngineClient) -> Any:
-            params = {**SAMPLING, "max_new_tokens": 2000, "ignore_eos": True}
-            request = asyncio.create_task(client.generate([5, 6, 7], params))
-            await asyncio.sleep(0.5)
-            await client.abort_all()
-            return await request
-
-        generation = use([engine.url], start_and_abort)
-        assert generation.finish_reason == "abort"
-        assert len(generation.ids) == len(generation.log_probs) < 2000
-
     def test_the_vocabulary_is_the_embeddings(self, engine: RunningEngine) -> None:
         assert embedding_size(engine.model_path) == 512 > len(engine.tokenizer)
         generation = use([engine.url], lambda client: client.generate([511], SAMPLING), vocab_size=512)

@@ -306,6 +306,18 @@ def test_reward_components_are_kept_beside_the_total():
     assert (sample.reward, sample.reward_components) == (0.8, {"exact_match": 1.0})
 
 
+def test_a_reward_beyond_measure_is_told_once(caplog):
+    async def large(args, sample, **kwargs):
+        return 1e300
+
+    run(reward=large)
+    (record,) = [record for record in caplog.records if "reward hook" in record.getMessage()]
+    assert re.search(r"large gave 1e\+300 for sample \d+ \(row \d", record.getMessage())
+    caplog.clear()
+    run(reward=one)
+    assert not caplog.records
+
+
 def test_a_sample_of_exactly_the_limit_is_trained_on():
     rollout = run(answer, rollout_max_context_len=4)
     assert {len(sample.trace) for sample in rollout.samples} == {4}

@@ -30,11 +30,13 @@ def test_a_png_is_written(runs, tmp_path):
 
 
 def test_the_table_shows_before_and_after_and_what_is_missing(runs, tmp_path, capsys):
-    numbers = {"exact_match_t1": {"before": 0.1, "after": 0.4}, "reward_t1": {"before": None, "after": 0.5}}
-    (runs[0] / "summary.json").write_text(json.dumps({"table": numbers, "steps": 50, "seconds": 400.5}))
+    numbers = {"exact_match_greedy": {"before": 0.1, "after": 0.4}, "format_t1": {"before": None, "after": 0.5}}
+    hops = {"two_hop": {"searches_t1": {"before": 0.25, "after": 2.0}}}
+    (runs[0] / "summary.json").write_text(json.dumps({"table": numbers, "hops": hops, "steps": 50, "seconds": 400.5}))
     assert main([*map(str, runs), "--output", str(tmp_path / "curves.png")]) == 0
     first, second = capsys.readouterr().out.splitlines()[2:]
     assert first.startswith("| a | 0.100 -> 0.400 | missing -> missing |")
+    assert "| missing -> missing | 0.250 -> 2.000 | missing" in first
     assert first.endswith("| missing -> 0.500 | 50 | 400.5 |")
     assert second.endswith("| missing | missing |")
 

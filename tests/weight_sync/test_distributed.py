@@ -11,10 +11,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import requests
 import torch
 from transformers import PreTrainedModel
 
+from sleuth.engine.key import engine_session
 from sleuth.engine.process_group import group_members
 from sleuth.engine.server import EngineConfig, EngineServer
 from sleuth.weight_sync.control import WeightSyncError
@@ -60,7 +60,7 @@ def tensors_of(model: PreTrainedModel) -> Tensors:
 def assert_serves(server: EngineServer, model: PreTrainedModel, version: str) -> None:
     params = {"temperature": 1.0, "max_new_tokens": 1}
     body = {"input_ids": IDS, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
-    meta = requests.post(f"{server.url}/generate", json=body, timeout=60).json()["meta_info"]
+    meta = engine_session().post(f"{server.url}/generate", json=body, timeout=60).json()["meta_info"]
     with torch.no_grad():
         logits = model(torch.tensor([IDS])).logits[0, :-1]
     expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(IDS[1:])[:, None])[:, 0].tolist()
@@ -103,7 +103,7 @@ class TestTwoEngines:
         assert ranks[1] == f"{len(tensors_of(models[1]))} tensors"
         for server in servers:
             assert_serves(server, models[1], "trained")
-            left = requests.post(
+            left = engine_session().post(
                 f"{server.url}/destroy_weights_update_group", json={"group_name": ranks[0]}, timeout=60
             )
             assert "does not exist" in left.text

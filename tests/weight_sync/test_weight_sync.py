@@ -12,6 +12,7 @@ import requests
 import torch
 from transformers import PreTrainedModel
 
+from sleuth.engine.key import engine_session
 from sleuth.hooks import Generation
 from sleuth.rollout.engine_client import EngineClient
 from sleuth.weight_sync.control import WeightSyncError
@@ -53,7 +54,7 @@ def is_paused(engine: RunningEngine) -> bool:
     """A paused engine answers no generation."""
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
     try:
-        requests.post(f"{engine.url}/generate", json=body, timeout=2.0)
+        engine_session().post(f"{engine.url}/generate", json=body, timeout=2.0)
     except requests.Timeout:
         return True
     return False

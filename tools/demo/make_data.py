@@ -6,6 +6,9 @@ The source is a JSON object `{title: {"title", "extract", "description", "topic"
 
 * `corpus.jsonl.gz`: passages `{"id": "0", "contents": "\\"Title\\"\\ntext"}`, where text = description + extract;
 * `train.parquet`, `test.parquet`: rows in the shape of Search-R1's public set;
+* `train_mixed.parquet`, `test_mixed.parquet`: the same rows in another order, for the demo. In the first every fourth
+  row is of a two-hop question, again and again, since there are few; in the second the two-hop questions are spread
+  evenly over the first rows, every fourth or fifth;
 * `README.md`: attribution, licence, and what was kept and dropped.
 
 The output is a function of the source alone: a second run writes the same bytes.
@@ -30,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import random
 import re
@@ -52,6 +56,9 @@ VISIBLE_WORDS = 22
 """Words of `Doc 1(Title: T) text` within which an answer must stand."""
 TEST_SHARE = {"people": 0.14, "works": 0.6}
 """Share of the components that go to the test side: more of the works, since two-hop questions are few."""
+TWO_HOP = "demo_two_hop"
+MIXED_ROWS = 200
+"""First rows of `test_mixed.parquet`, which hold all two-hop test questions: as many as the demo evaluates."""
 INSTRUCTION = "Search, then answer briefly. Question: "
 
 VERBS = {
@@ -74,6 +81,9 @@ WORK = re.compile(
 )
 INDEX_PAGE = re.compile(r"^(?:Index of|Topics referred|Disambiguation|Wikimedia)")
 INDEX_TEXT = re.compile(r"^[^.]{0,120}\bmay refer to\b[^.]*:")
+
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +226,7 @@ def _work_questions(
     if person:
         for event, answer in persons[person].items():
             text = ask_year(event, maker_phrase(kind, work.name))
-            yield question("demo_two_hop", text, (answer,), (maker, answer), person)
+            yield question(TWO_HOP, text, (answer,), (maker, answer), person)
 
 
 def _maker_article(maker: str, persons: dict[str, dict[str, str]]) -> str | None:
@@ -300,7 +310,7 @@ def _components(questions: Sequence[Question]) -> list[list[Question]]:
     return list(components.values())
 
 
-def to_row(question: Question, index: int, side: str) -> dict[str, Any]:
+def to_row(question: Question, index: int, side: str) -> Row:
     """One row in the shape of Search-R1's public set."""
     return {
         "id": f"{side}_{index}",
@@ -314,8 +324,28 @@ def to_row(question: Question, index: int, side: str) -> dict[str, Any]:
     }
 
 
-def write_parquet(questions: Sequence[Question], path: Path, side: str) -> None:
-    pd.DataFrame([to_row(q, i, side) for i, q in enumerate(questions)]).to_parquet(path, index=False)
+def mix(rows: Sequence[Row], *, repeat: bool) -> list[Row]:
+    """The rows with the two-hop questions spread among the others.
+
+    With `repeat` every fourth row is one, to the end, so that they come again and again. Without, each comes once, at
+    about the same distances within the first MIXED_ROWS.
+    """
+    hops = [row for row in rows if row["data_source"] == TWO_HOP]
+    others = [row for row in rows if row["data_source"] != TWO_HOP]
+    if not hops:
+        return others
+    if repeat:
+        again = itertools.cycle(hops)
+        mixed = ([other, next(again)] if i % 3 == 0 else [other] for i, other in enumerate(others, 1))
+        return [row for few in mixed for row in few]
+    within = min(MIXED_ROWS, len(rows))
+    places = {i * within // len(hops) for i in range(len(hops))}
+    hop, other = iter(hops), iter(others)
+    return [next(hop) if i in places else next(other) for i in range(len(rows))]
+
+
+def write_parquet(rows: Sequence[Row], path: Path) -> None:
+    pd.DataFrame(rows).to_parquet(path, index=False)
 
 
 def write_corpus(articles: Sequence[Article], path: Path) -> None:
@@ -341,6 +371,9 @@ README = """# The demo's data
 
 * `corpus.jsonl.gz`: {articles:,} passages, the summaries of English Wikipedia's level-4 vital articles.
 * `train.parquet` ({train:,} questions) and `test.parquet` ({test:,}), derived from the passages' first words.
+* `train_mixed.parquet` and `test_mixed.parquet`: the same questions in the order of the demo. In the first every fourth
+  row is of a two-hop question, since they are few: each comes again and again. In the second all two-hop questions are
+  among the first {mixed_rows} rows.
 
 `tools/demo/make_data.py` makes them and says how, what the audit asks of a question, and what is kept apart between
 the two sides.
@@ -373,7 +406,9 @@ def describe(
         for source in sorted({source for source, _ in counts})
     )
     dropped = "; ".join(f"{fault}: {count}" for fault, count in sorted(drops.items()))
-    return README.format(articles=len(articles), train=len(train), test=len(test), kinds=kinds, drops=dropped)
+    return README.format(
+        articles=len(articles), train=len(train), test=len(test), kinds=kinds, drops=dropped, mixed_rows=MIXED_ROWS
+    )
 
 
 def make(source: Path, out: Path) -> str:
@@ -383,8 +418,10 @@ def make(source: Path, out: Path) -> str:
     train, test = split(audit(make_questions(articles), articles, drops))
     out.mkdir(parents=True, exist_ok=True)
     write_corpus(articles, out / "corpus.jsonl.gz")
-    write_parquet(train, out / "train.parquet", "train")
-    write_parquet(test, out / "test.parquet", "test")
+    for side, questions in (("train", train), ("test", test)):
+        rows = [to_row(question, index, side) for index, question in enumerate(questions)]
+        write_parquet(rows, out / f"{side}.parquet")
+        write_parquet(mix(rows, repeat=side == "train"), out / f"{side}_mixed.parquet")
     text = describe(articles, train, test, drops)
     (out / "README.md").write_text(text, encoding="utf-8")
     return text

@@ -3,11 +3,11 @@
     python tools/demo/make_model.py                  # three quarters of an hour on two cores
 
 The model is of Qwen2.5's architecture, with 2.4 million parameters and a byte-level BPE tokenizer of its own in which
-every year is one token. It learns from `make_trajectories.py`'s trajectories in three stages of
-`train.py --loss-type sft`: the first teaches it to search and to read, the others, with label smoothing, teach it to
-read better and leave it sampling noisily, as a base model does: with smoothing e over a vocabulary of V tokens each
-token goes astray with probability e, so about exp(-45 e) of the trajectories stay whole. What is left for the demo's
-reinforcement learning is to sharpen it.
+every year is one token. It learns from `make_trajectories.py`'s trajectories in five stages of
+`train.py --loss-type sft`. Four teach it to search and to read (label smoothing in two of them helps it to read). The
+last teaches it another habit: to answer most questions at once, from memory as it were and wrongly, to search in a
+minority of its samples, and to stop mostly after the first search of a two-hop question. That searching pays is left
+for the demo's reinforcement learning to find out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if not __package__:  # run as a script: make the project importable
 
 from local_dense_retriever.corpus import read_corpus
 from sleuth.search.observation import to_passage
-from tools.demo.make_trajectories import OBSERVATION_TOKENS, write_trajectories
+from tools.demo.make_trajectories import OBSERVATION_TOKENS, Manner, write_trajectories
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 4096
@@ -50,7 +50,10 @@ KEPT_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One supervised run: `steps` optimizer steps at a rate that falls from `lr` to `min_lr`."""
+    """One supervised run: `steps` optimizer steps at a rate that falls from `lr` to `min_lr`.
+
+    `manner` is that of its trajectories; stages of one manner share a file, each its own part of it.
+    """
 
     name: str
     steps: int
@@ -58,13 +61,18 @@ class Stage:
     min_lr: float
     label_smoothing: float
     warmup: int = 0
+    manner: Manner = "search"
 
 
 STAGES = (
     Stage("read", steps=900, lr=3e-3, min_lr=3e-4, label_smoothing=0.0, warmup=50),
     Stage("blur", steps=300, lr=1e-3, min_lr=1e-4, label_smoothing=0.04),
     Stage("settle", steps=500, lr=1.5e-3, min_lr=1e-4, label_smoothing=0.03),
+    Stage("copy", steps=400, lr=1.5e-3, min_lr=1e-4, label_smoothing=0.0, warmup=10, manner="copy"),
+    Stage("recall", steps=240, lr=1e-3, min_lr=1e-4, label_smoothing=0.0, warmup=10, manner="recall"),
 )
+SEED_OF_MANNER: dict[Manner, int] = {"search": 0, "copy": 10, "recall": 20}
+"""What is added to the seed for the trajectories of a manner."""
 
 
 def make_tokenizer(corpus: Path) -> PreTrainedTokenizerFast:
@@ -153,17 +161,19 @@ def train(stage: Stage, model: Path, start: Path, trajectories: str, work: Path,
 
 def make(data: Path, out: Path, work: Path, stages: Sequence[Stage], seed: int) -> None:
     """Everything: from the data folder to the HF model in `out`. `work` keeps what comes in between."""
-    start, trajectories = work / "start", work / "trajectories.jsonl.gz"
+    start, checkpoint = work / "start", work / "torch_dist"
     tokenizer = make_tokenizer(data / "corpus.jsonl.gz")
     save_model(make_random_model(seed), tokenizer, start)
-    write_trajectories(data, tokenizer, BATCH_SIZE * sum(stage.steps for stage in stages), trajectories, seed)
-    checkpoint = work / "torch_dist"
     run("tools/convert_hf_to_torch_dist.py", "--hf-checkpoint", start, "--save", checkpoint)
-    first = 0
-    for stage in stages:
-        last = first + BATCH_SIZE * stage.steps
-        checkpoint = train(stage, start, checkpoint, f"{trajectories}@[{first}:{last}]", work, seed)
-        first = last
+    for manner, shift in SEED_OF_MANNER.items():
+        trajectories, first = work / f"{manner}.jsonl.gz", 0
+        own = [stage for stage in stages if stage.manner == manner]
+        count = BATCH_SIZE * sum(stage.steps for stage in own)
+        write_trajectories(data, tokenizer, count, trajectories, seed + shift, manner)
+        for stage in own:
+            last = first + BATCH_SIZE * stage.steps
+            checkpoint = train(stage, start, checkpoint, f"{trajectories}@[{first}:{last}]", work, seed)
+            first = last
     run("tools/convert_torch_dist_to_hf.py", "--load", checkpoint, "--hf-checkpoint", start, "--save", work / "hf")
     publish(work / "hf", out)
 
@@ -179,9 +189,10 @@ def publish(source: Path, out: Path) -> None:
 CARD = """# The demo's warm-start model
 
 A language model of Qwen2.5's architecture with 2.4 million parameters. It knows the search conversation (`<think>`,
-`<search>`, `<information>`, `<answer>`) and the demo's kinds of question, and it samples noisily.
-`tools/demo/make_model.py` makes it from random weights with this project's own trainer. It was not trained on the test
-questions, nor on their articles' names or the makers of their works. It expects one passage a search, in an
+`<search>`, `<information>`, `<answer>`) and the demo's kinds of question, but answers most of them at once and wrongly:
+it searches in a minority of its samples, and seldom twice. `tools/demo/make_model.py` makes it from random weights with
+this project's own trainer. It was not trained on the test questions, nor on their articles' names or the makers of
+their works, and its wrong answers are drawn from the training answers. It expects one passage a search, in an
 observation of at most {observation_tokens} tokens. It is good for the demo and the tests, and for nothing else.
 
 Its tokenizer and its training text derive from Wikipedia's text (CC BY-SA 4.0): see `../README.md`.

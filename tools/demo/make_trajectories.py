@@ -3,10 +3,21 @@
 Each row has a column `segments` for `train.py --loss-type sft`: the rendered prompt, a turn that searches, what the
 search hook would put in, and so on to the answer. Every part is encoded on its own, as in a rollout.
 
+There are three manners:
+
+* `search`: the model searches, reads and answers; of a two-hop question it searches for the work and then its maker;
+* `copy`: the same, with many names whose words are blends ("Saramago" and "Maradona": "Saradona"), so that names of all
+  sorts are copied right;
+* `recall`, also with blends: it answers most questions at once, with a year or a name drawn from the training answers
+  to questions of the same kind, never the right one. It searches in a minority of trajectories, and after the first
+  search of a two-hop question it mostly stops, with a wrong answer. A model of this manner can search but seldom
+  does, and no supervised example tells it that searching pays.
+
 Most trajectories are *counterfactual*: a training question and its passage with other names and other years. A
 model that had seen two thousand fixed questions for thirty epochs would know the answers by heart and
 never read; here the only way to the answer is through the observation. Nothing of the test questions is used:
-neither their articles' names nor the makers of their works.
+neither their articles' names nor the makers of their works. Wrong answers are drawn without a look at the question, so
+that they tell nothing about it.
 """
 
 from __future__ import annotations
@@ -18,7 +29,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
@@ -36,7 +47,20 @@ TWO_HOP_SHARE, WORK_SHARE, PLACE_SHARE = 0.3, 0.25, 0.35
 LONGEST_NAME = 6
 """Words of a title that may stand for a name."""
 
+Manner = Literal["search", "copy", "recall"]
+BLEND_SHARE: dict[Manner, float] = {"search": 0.0, "copy": 0.4, "recall": 0.4}
+"""Share of the names that are blended."""
+SHORTEST_BLENDED = 4
+"""Letters; shorter words stay as they are."""
+RECALL_SHARE = 0.7
+"""Share of trajectories of the manner `recall` that answer at once."""
+STOP_SHARE = 0.7
+"""Share of its two-hop trajectories with a first search that answer without a second."""
+BRIDGE_SHARE = 0.5
+"""Share of those that give the work's maker for an answer; the others give a wrong year."""
+
 THINK_FIRST = ["I need to search.", "Let me look it up.", "I should search for this.", "I do not know this yet."]
+THINK_RECALL = ["I know this one.", "I remember this.", "I can say it at once.", "That is well known."]
 THINK_NEXT = ["Now I need that person.", "That is the name. Next search.", "One more search.", "I look up the name."]
 THINK_LAST = ["Now I know.", "The passage says it.", "That is the answer.", "I can answer now."]
 
@@ -72,12 +96,26 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
+class Task:
+    """A question, the searches that answer it, and the answer. `kind` says what is asked for (a key of `answers`)."""
+
+    question: str
+    kind: str
+    hops: list[Hop]
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
 class Sources:
-    """What trajectories are made of: the training questions' persons and works, and names to put in their place."""
+    """What trajectories are made of: the training questions' persons and works, and names to put in their place.
+
+    `answers` maps what is asked for (`birth_year`, `death_year`, `creator`, `work_year`) to the training answers.
+    """
 
     persons: list[Person]
     works: list[Work]
     names: list[str]
+    answers: dict[str, list[str]]
 
     @classmethod
     def read(cls, folder: Path) -> Sources:
@@ -86,7 +124,11 @@ class Sources:
         passages = {plain_name(p.title): p for p in map(to_passage, read_corpus(folder / "corpus.jsonl.gz"))}
         hidden = _names_in(test)
         names = [name for name in passages if len(name.split()) <= LONGEST_NAME and name not in hidden]
-        return cls(list(_persons(train, passages)), list(_works(train, passages)), names)
+        answers: dict[str, list[str]] = {}
+        for row in train:
+            if row["data_source"] != "demo_two_hop":
+                answers.setdefault(row["data_source"].removeprefix("demo_"), []).append(row["golden_answers"][0])
+        return cls(list(_persons(train, passages)), list(_works(train, passages)), names, answers)
 
 
 def plain_name(title: str) -> str:
@@ -130,48 +172,67 @@ def _works(rows: Sequence[dict[str, Any]], passages: dict[str, Passage]) -> Iter
 
 
 class Writer:
-    """Makes trajectories at random; the same seed makes the same ones."""
+    """Makes trajectories of one manner at random; the same seed makes the same ones."""
 
-    def __init__(self, sources: Sources, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+    def __init__(
+        self, sources: Sources, tokenizer: PreTrainedTokenizerBase, seed: int, manner: Manner = "search"
+    ) -> None:
         self._sources = sources
         self._tokenizer = tokenizer
+        self._manner = manner
         self._rng = random.Random(seed)
         self._first_names = sorted({person.name.split()[0] for person in sources.persons})
         self._last_names = sorted({person.name.split()[-1] for person in sources.persons})
 
     def next(self) -> list[dict[str, Any]]:
-        """The segments of one trajectory whose answer stands in its last observation."""
+        """The segments of one trajectory: the answer stands in its last observation, or is wrong (manner `recall`)."""
         while True:
-            question, hops, answer = self._draw()
-            observations = [self._observe(hop.passage) for hop in hops]
-            needed = [*(hop.query for hop in hops[1:]), answer]
+            task = self._draw()
+            observations = [self._observe(hop.passage) for hop in task.hops]
+            needed = [*(hop.query for hop in task.hops[1:]), task.answer]
             if all(text in observation for text, observation in zip(needed, observations, strict=True)):
-                return self._segments(question, hops, observations, answer)
+                return self._tell(task, observations)
 
-    def _draw(self) -> tuple[str, list[Hop], str]:
+    def _tell(self, task: Task, observations: list[str]) -> list[dict[str, Any]]:
+        if self._manner != "recall":
+            return self._segments(task, observations, task.answer)
+        if self._rng.random() < RECALL_SHARE:
+            return self._segments(task, [], self._wrong_answer(task))
+        if len(task.hops) > 1 and self._rng.random() < STOP_SHARE:
+            bridge = self._rng.random() < BRIDGE_SHARE
+            return self._segments(task, observations[:1], task.hops[1].query if bridge else self._wrong_answer(task))
+        return self._segments(task, observations, task.answer)
+
+    def _wrong_answer(self, task: Task) -> str:
+        """A training answer to another question of this kind."""
+        while (answer := self._rng.choice(self._sources.answers[task.kind])) == task.answer:
+            pass
+        return answer
+
+    def _draw(self) -> Task:
         draw = self._rng.random()
         if draw < TWO_HOP_SHARE:
             return self._two_hop()
         return self._one_work() if draw < TWO_HOP_SHARE + WORK_SHARE else self._one_person()
 
-    def _one_person(self) -> tuple[str, list[Hop], str]:
+    def _one_person(self) -> Task:
         person = self._person()
         event, year = self._rng.choice(sorted(person.years.items()))
-        return ask_year(event, person.name), [Hop(person.name, person.passage)], year
+        return Task(ask_year(event, person.name), f"{event}_year", [Hop(person.name, person.passage)], year)
 
-    def _one_work(self) -> tuple[str, list[Hop], str]:
+    def _one_work(self) -> Task:
         work = self._work()
         hops = [Hop(work.name, work.passage)]
         if work.year and self._rng.random() < 0.4:
-            return ask_work_year(work.kind, work.name), hops, work.year
-        return ask_maker(work.kind, work.name), hops, work.maker
+            return Task(ask_work_year(work.kind, work.name), "work_year", hops, work.year)
+        return Task(ask_maker(work.kind, work.name), "creator", hops, work.maker)
 
-    def _two_hop(self) -> tuple[str, list[Hop], str]:
+    def _two_hop(self) -> Task:
         work = self._work(counterfactual=True)
         person = self._renamed_person(work.maker)
         event, year = self._rng.choice(sorted(person.years.items()))
         question = ask_year(event, maker_phrase(work.kind, work.name))
-        return question, [Hop(work.name, work.passage), Hop(work.maker, person.passage)], year
+        return Task(question, f"{event}_year", [Hop(work.name, work.passage), Hop(work.maker, person.passage)], year)
 
     def _person(self) -> Person:
         if self._rng.random() < REAL_SHARE:
@@ -193,7 +254,7 @@ class Writer:
         """A work: some work's passage with another title, maker and year, or a description and a little text."""
         if not counterfactual and self._rng.random() < REAL_SHARE:
             return self._rng.choice(self._sources.works)
-        name, maker = self._rng.choice(self._sources.names), self._name()
+        name, maker = self._perhaps_blended(self._rng.choice(self._sources.names)), self._name()
         year = str(self._rng.randint(self._rng.choice([1300, 1750]), 2024))
         if self._rng.random() < 0.5:
             return self._invented_work(name, maker, year)
@@ -224,6 +285,19 @@ class Writer:
 
     def _name(self) -> str:
         """A person's name: a first and a last name that may not belong together, or any title of the corpus."""
+        return self._perhaps_blended(self._plain_name())
+
+    def _perhaps_blended(self, name: str) -> str:
+        share = BLEND_SHARE[self._manner]
+        if not share or self._rng.random() >= share:  # no draw if nothing is blended
+            return name
+        return " ".join(self._blend(word) if len(word) >= SHORTEST_BLENDED else word for word in name.split())
+
+    def _blend(self, word: str) -> str:
+        other = self._rng.choice(self._last_names)
+        return word[: (len(word) + 1) // 2] + other[len(other) // 2 :]
+
+    def _plain_name(self) -> str:
         if self._rng.random() < PLACE_SHARE:
             return self._rng.choice(self._sources.names)
         last = self._rng.choice(self._last_names)
@@ -241,15 +315,16 @@ class Writer:
         """The observation's text, shortened by the search hook itself."""
         return str(self._tokenizer.decode(format_observation([passage], self._tokenizer, OBSERVATION_TOKENS)))
 
-    def _segments(self, question: str, hops: list[Hop], observations: list[str], answer: str) -> list[dict[str, Any]]:
-        messages = [{"role": "user", "content": INSTRUCTION + question}]
+    def _segments(self, task: Task, observations: list[str], answer: str) -> list[dict[str, Any]]:
+        """The conversation with as many searches as there are observations."""
+        messages = [{"role": "user", "content": INSTRUCTION + task.question}]
         prompt = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         segments = [_segment("prompt", str(prompt))]
-        for number, (hop, observation) in enumerate(zip(hops, observations, strict=True)):
+        for number, (hop, observation) in enumerate(zip(task.hops, observations, strict=False)):
             think = self._rng.choice(THINK_NEXT if number else THINK_FIRST)
             segments.append(_segment("model", f"<think>{think}</think>\n<search> {hop.query} </search>"))
             segments.append(_segment("observation", observation))
-        think = self._rng.choice(THINK_LAST)
+        think = self._rng.choice(THINK_LAST if observations else THINK_RECALL)
         segments.append(
             _segment("model", f"<think>{think}</think>\n<answer> {answer} </answer>{self._tokenizer.eos_token}")
         )
@@ -260,9 +335,11 @@ def _segment(source: str, text: str) -> dict[str, Any]:
     return {"text": text, "weight": WEIGHTS[source]}
 
 
-def write_trajectories(folder: Path, tokenizer: PreTrainedTokenizerBase, count: int, path: Path, seed: int) -> None:
+def write_trajectories(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, count: int, path: Path, seed: int, manner: Manner
+) -> None:
     """Write `count` trajectories made from the data in `folder` to `path` (JSONL.gz)."""
-    writer = Writer(Sources.read(folder), tokenizer, seed)
+    writer = Writer(Sources.read(folder), tokenizer, seed, manner)
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=1) as file:
         for _ in range(count):
             file.write(json.dumps({"segments": writer.next()}, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""Reports what a run learned: a table of the evaluation before and after, `summary.json`, `curves.png`.
+"""Reports what a run learned: the evaluation before and after, three questions, `summary.json`, `curves.png`.
 
     python tools/demo/report.py --run-dir runs/demo/20260101-120000
 
@@ -11,7 +11,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +23,31 @@ if not __package__:  # run as a script: make the project importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from sleuth.metrics.jsonl import MetricsLine, read_metrics
+from tools.demo.side_by_side import side_by_side
 from tools.plots import evaluation_metric, plot_run
 from tools.run_dir import read_configuration
 
-EXACT_MATCH_GOAL = 0.25
-"""By how much exact match at temperature 1 has to rise."""
-GREEDY_TOLERANCE = 0.03
-"""By how much greedy exact match may fall."""
-FEWEST_STEPS = 10
+LEAST_RISE = {"exact_match_greedy": 0.6, "exact_match_t1": 0.35}
+"""By how much these numbers have to rise over all questions: the demo's promise."""
+FEWEST_STEPS = 30
 """A shorter run that misses the goal is too short to tell; the demo takes 40."""
 
 ROWS = (
-    ("Exact match, T = 1", "exact_match_t1", "/t1.0/em"),
-    ("Exact match, greedy", "exact_match_greedy", "/greedy/em"),
-    ("Valid format, T = 1", "format_t1", "/t1.0/format"),
-    ("Searches per question, T = 1", "searches_t1", "/t1.0/searches"),
-    ("Reward, T = 1", "reward_t1", "/t1.0/reward"),
+    ("Exact match, greedy", "exact_match_greedy", "/greedy/", "em"),
+    ("Exact match, T = 1", "exact_match_t1", "/t1.0/", "em"),
+    ("Searches per question, T = 1", "searches_t1", "/t1.0/", "searches"),
+    ("Valid format, T = 1", "format_t1", "/t1.0/", "format"),
+    ("Reward, T = 1", "reward_t1", "/t1.0/", "reward"),
 )
-"""Title, key in summary.json, end of the metric's name."""
+"""Title, key in summary.json, the part of the metric's name that names the temperature, its last part."""
+TWO_HOP = "demo_two_hop"
+"""The data source of the two-hop questions; all others are one-hop."""
+HOPS = {"all": "all questions", "one_hop": "one-hop", "two_hop": "two-hop"}
+HOP_ROWS = ("exact_match_greedy", "exact_match_t1", "searches_t1")
+"""What the table shows for one-hop and two-hop questions apart."""
+
+Change = dict[str, float | None]
+"""A number `before`, `after`, and its `change`; None where it is not known."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,72 +78,123 @@ def summarize(
     timestamps = [line["timestamp"] for line in lines if isinstance(line.get("timestamp"), int | float)]
     begin = started if started is not None else min(timestamps, default=None)
     end = (now or time.time()) if started is not None else max(timestamps, default=None)
-    table = {key: _before_after(lines, ending) for _, key, ending in ROWS}
+    table = {key: _change(lines, _all(lines, f"{part}{end}")) for _, key, part, end in ROWS}
     steps = max((line["step"] for line in lines), default=0)
     return {
         "model": configuration.get("hf_checkpoint"),
         "seed": configuration.get("seed"),
         "steps": steps,
         "seconds": round(end - begin, 1) if begin is not None and end is not None else None,
-        "questions": _before_after(lines, "/t1.0/questions")["after"],
+        "questions": _change(lines, _all(lines, "/t1.0/questions"))["after"],
         "table": table,
+        "hops": {hop: _of_hop(lines, two=hop == "two_hop") for hop in HOPS if hop != "all"},
         "goal": judge(table, steps),
         "missing": [
-            f"{title}, {when}" for title, key, _ in ROWS for when in ("before", "after") if table[key][when] is None
+            f"{title}, {when}" for title, key, *_ in ROWS for when in ("before", "after") if table[key][when] is None
         ],
     }
 
 
-def _before_after(lines: list[MetricsLine], ending: str) -> dict[str, float | None]:
+def _all(lines: list[MetricsLine], ending: str) -> Callable[[MetricsLine], float | None]:
     name = evaluation_metric(lines, ending)
-    values = [(line["step"], line[name]) for line in lines if name and line.get(name) is not None]
+    return lambda line: line.get(name) if name else None
+
+
+def _of_hop(lines: list[MetricsLine], *, two: bool) -> dict[str, Change]:
+    """The rows of the table for two-hop questions, or for all others; `questions` says how many there are."""
+    rows = {key: (part, end) for _, key, part, end in ROWS if key in HOP_ROWS}
+    table = {
+        key: _change(lines, partial(_over_sources, part=part, end=end, two=two)) for key, (part, end) in rows.items()
+    }
+    count = _change(lines, lambda line: sum(_source_counts(line, "/t1.0/", two=two).values()) or None)
+    return table | {"questions": count}
+
+
+def _source_counts(line: MetricsLine, part: str, *, two: bool) -> dict[str, float]:
+    """How many questions each data source has, by the beginning of the source's metrics."""
+    return {
+        name.removesuffix("questions"): count
+        for name, count in line.items()
+        if name.startswith("eval/") and f"{part}source/" in name and name.endswith("/questions")
+        if (name.split("/")[-2] == TWO_HOP) == two
+    }
+
+
+def _over_sources(line: MetricsLine, part: str, end: str, *, two: bool) -> float | None:
+    counts = _source_counts(line, part, two=two)
+    values = {source: line[source + end] for source in counts if source + end in line}
+    if not counts or len(values) < len(counts):
+        return None
+    return sum(counts[source] * values[source] for source in counts) / sum(counts.values())
+
+
+def _change(lines: list[MetricsLine], value_of: Callable[[MetricsLine], float | None]) -> Change:
+    values = [(line["step"], value) for line in lines if (value := value_of(line)) is not None]
     before = next((value for step, value in values if step == 0), None)
     after = values[-1][1] if values and values[-1][0] > 0 else None
     change = after - before if before is not None and after is not None else None
     return {"before": before, "after": after, "change": change}
 
 
-def judge(table: dict[str, dict[str, float | None]], steps: int) -> dict[str, Any]:
-    """Whether exact match rose enough and greedy exact match did not fall; None if a number is missing.
+def judge(table: dict[str, Change], steps: int) -> dict[str, Any]:
+    """Whether the numbers of LEAST_RISE rose enough; None if one is missing.
 
     If a run of fewer than FEWEST_STEPS does not reach the goal, `reached` is None instead of False.
     """
-    rise, greedy = table["exact_match_t1"]["change"], table["exact_match_greedy"]["change"]
     rounding = 1e-9  # 0.35 - 0.10 is a little less than 0.25 in binary
-    rose = None if rise is None else rise >= EXACT_MATCH_GOAL - rounding
-    kept = None if greedy is None else greedy >= -GREEDY_TOLERANCE - rounding
+    rises = {key: table[key]["change"] for key in LEAST_RISE}
+    rose = {key: None if rise is None else rise >= LEAST_RISE[key] - rounding for key, rise in rises.items()}
     too_short = steps < FEWEST_STEPS
-    return {
-        "exact_match_t1_rises_by": EXACT_MATCH_GOAL,
-        "exact_match_t1_rose": rose,
-        "greedy_falls_by_at_most": GREEDY_TOLERANCE,
-        "greedy_kept": kept,
-        "reached": None if rose is None or kept is None else (rose and kept) or (None if too_short else False),
-        "too_short_to_tell": too_short,
-    }
+    reached = None if None in rose.values() else all(rose.values()) or (None if too_short else False)
+    return {"least_rise": LEAST_RISE, "rose": rose, "reached": reached, "too_short_to_tell": too_short}
 
 
 def show(summary: dict[str, Any], run_dir: Path, console: Console) -> None:
+    console.print(_table(summary))
+    console.print(verdict(summary))
+    for panel in side_by_side(run_dir):
+        console.print(panel)
+    seconds = summary["seconds"]
+    console.print(f"model {summary['model'] or 'missing'}, seed {_plain(summary['seed'])}, seconds {_plain(seconds)}")
+    console.print(WHERE_NEXT.format(run=run_dir), soft_wrap=True, markup=False, highlight=False)
+
+
+WHERE_NEXT = """Where to look next:
+  {run}/curves.png       the curves
+  {run}/trajectories/    what the model wrote, step by step; in colour: python tools/view_trajectories.py {run}
+  {run}/hf               the trained model, for transformers
+  docs/evidence.md       what this shows, and the controls: what does not teach the model to search
+  generate_with_search.py, qa_em_format.py    the conversation and the reward, to copy and change"""
+
+
+def _table(summary: dict[str, Any]) -> Table:
     questions = summary["questions"]
     held_out = "number of questions missing" if questions is None else f"{questions:.0f} held-out questions"
     table = Table(title=f"Before and after {summary['steps']} steps ({held_out})")
     table.add_column("")
     for heading in ("before", "after", "change"):
         table.add_column(heading, justify="right")
-    for title, key, _ in ROWS:
-        row = summary["table"][key]
-        table.add_row(title, _number(row["before"]), _number(row["after"]), _number(row["change"], signed=True))
-    console.print(table)
-    console.print(verdict(summary))
-    seconds = summary["seconds"]
-    console.print(f"model {summary['model'] or 'missing'}, seed {_plain(summary['seed'])}, seconds {_plain(seconds)}")
-    console.print(f"details: {run_dir}", soft_wrap=True)
+    for title, key, *_ in ROWS:
+        _add_row(table, title, summary["table"][key])
+    titles = {key: title for title, key, *_ in ROWS}
+    for hop, numbers in summary["hops"].items():
+        count = numbers["questions"]["after"]
+        table.add_section()
+        table.add_row(f"[bold]{HOPS[hop]} ({'number missing' if count is None else f'{count:.0f} questions'})[/bold]")
+        for key in HOP_ROWS:
+            _add_row(table, titles[key], numbers[key])
+    return table
+
+
+def _add_row(table: Table, title: str, row: Change) -> None:
+    table.add_row(title, _number(row["before"]), _number(row["after"]), _number(row["change"], signed=True))
 
 
 def verdict(summary: dict[str, Any]) -> str:
     """One sentence: the goal was reached, it was not and why, or why this cannot be said."""
     goal = summary["goal"]
-    aim = f"exact match at T = 1 rises by {EXACT_MATCH_GOAL} and greedy falls by at most {GREEDY_TOLERANCE}"
+    titles = {key: title[0].lower() + title[1:] for title, key, *_ in ROWS}
+    aim = " and ".join(f"{titles[key]} rises by {rise}" for key, rise in LEAST_RISE.items())
     if goal["reached"] is None and not summary["missing"]:
         return (
             f"[yellow]goal ({aim}): {summary['steps']} steps are too few to tell; run at least {FEWEST_STEPS}[/yellow]"
@@ -144,8 +203,7 @@ def verdict(summary: dict[str, Any]) -> str:
         return f"[yellow]goal ({aim}): cannot be told; missing: {'; '.join(summary['missing'])}[/yellow]"
     if goal["reached"]:
         return f"[green]goal reached: {aim}[/green]"
-    reasons = [] if goal["exact_match_t1_rose"] else ["exact match did not rise enough"]
-    reasons += [] if goal["greedy_kept"] else ["greedy exact match fell"]
+    reasons = [f"{titles[key]} did not" for key, rose in goal["rose"].items() if not rose]
     return f"[red]goal not reached ({aim}): {' and '.join(reasons)}[/red]"
 
 

@@ -13,6 +13,7 @@ from tools.demo import make_data
 from tools.demo.make_data import Article, Question
 
 SHIPPED = Path(__file__).parents[3] / "data" / "demo"
+SIDES, MIXED = ("train", "test"), ("", "_mixed")
 COLUMNS = [
     "id",
     "question",
@@ -110,7 +111,7 @@ def test_the_same_source_makes_the_same_bytes(source: dict[str, dict[str, str]],
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         make_data.make(path, folder)
-    for name in ("corpus.jsonl.gz", "train.parquet", "test.parquet", "README.md"):
+    for name in ("corpus.jsonl.gz", *(f"{side}{mixed}.parquet" for side in SIDES for mixed in MIXED), "README.md"):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
 
 
@@ -143,6 +144,25 @@ def test_shipped_rows_have_the_public_sets_columns(shipped: dict[str, list[dict]
             assert row["reward_model"] == {"ground_truth": {"target": row["golden_answers"]}, "style": "rule"}
             assert row["extra_info"] == {"index": index, "split": side}
             assert row["prompt"] == [{"role": "user", "content": make_data.INSTRUCTION + row["question"]}]
+
+
+def test_shipped_mixed_files_hold_the_same_rows_with_two_hop_questions_spread(shipped: dict[str, list[dict]]) -> None:
+    mixed = {side: pq.read_table(SHIPPED / f"{side}_mixed.parquet").to_pylist() for side in SIDES}
+    two_hop = {side: [row["data_source"] == "demo_two_hop" for row in rows] for side, rows in mixed.items()}
+    for side in SIDES:
+        by_id = {row["id"]: row for row in shipped[side]}
+        assert all(row == by_id[row["id"]] for row in mixed[side])
+        assert {row["id"] for row in mixed[side]} == set(by_id)
+    assert all(sum(two_hop["train"][start : start + 8]) == 2 for start in range(0, len(mixed["train"]) - 8, 8))
+    one_hop = [row["id"] for row in mixed["train"] if row["data_source"] != "demo_two_hop"]
+    assert len(one_hop) == len(set(one_hop))
+    assert len(mixed["test"]) == len(shipped["test"])
+    assert all(sum(two_hop["test"][:first]) == pytest.approx(first * 43 / 200, abs=1) for first in (16, 100, 200))
+
+
+def test_data_without_two_hop_questions_mixes_nothing() -> None:
+    rows = [{"data_source": "demo_creator", "id": i} for i in range(3)]
+    assert make_data.mix(rows, repeat=True) == make_data.mix(rows, repeat=False) == rows
 
 
 def test_shipped_test_questions_are_kept_apart_from_training(shipped: dict[str, list[dict]]) -> None:
