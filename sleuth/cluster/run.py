@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sleuth.arguments import Args
+from sleuth.checkpoints import CONFIGURATION, checkpoint_folder
 from sleuth.cluster.memory_turns import TRAINER_PARTS, MemoryTurns
 from sleuth.cluster.placement import Placement, place, ray_session
 from sleuth.cluster.progress import Progress
@@ -75,6 +76,8 @@ class Run:
         step, self._saving = self._saving, None
         with self.interruption.held(f"finishing the checkpoint of step {step} in {self.args.save}"):
             if self.trainer.finish_save(wait=wait):
+                if self.args.save is not None:
+                    note_configuration(self.args, checkpoint_folder(self.args.save, step))
                 self.progress.saved, self.progress.folder = step, self.args.save
             else:
                 self._saving = step
@@ -123,6 +126,14 @@ class Run:
 
     def _held(self, what: str) -> AbstractContextManager[None]:
         return self.interruption.held(what) if self._saves_on_exit else nullcontext()
+
+
+def note_configuration(args: Args, checkpoint: Path) -> None:
+    """Write the configuration beside the weights: a run that goes on from them tells what changed since."""
+    try:
+        args.write(checkpoint / CONFIGURATION)
+    except OSError as error:  # the checkpoint is whole without it, or lies on another machine's disk
+        logger.warning("the configuration could not be written into %s: %s", checkpoint, error)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class Sides:
 
 
 def make_run(sides: Sides, *, save: Path | None = SAVE, on_exit: bool = True, done: int = 0) -> Run:
-    args: Any = SimpleNamespace(save=save, save_on_exit=on_exit, async_save=True)
+    args: Any = SimpleNamespace(write=lambda path: None, save=save, save_on_exit=on_exit, async_save=True)
     two: Any = sides
     return Run(args, two, two, Progress.start(done, SAVE if done else None), Interruption())
 
