@@ -102,7 +102,7 @@ SHIPPED = {
     + [ROOT / f"{module}.py" for module in MODULES],
     "retriever": list(ROOT.glob("local_dense_retriever/*.py")),
 }
-OPTIONAL = {"sglang", "swanlab", "trackio", "wandb", "pyserini"}
+OPTIONAL = {"sglang", "sglang_router", "swanlab", "trackio", "wandb", "pyserini"}
 """Imported where a flag or the machine asks for it, with an error that says so."""
 
 
