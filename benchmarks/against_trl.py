@@ -115,7 +115,7 @@ def table(rows: Sequence[Mapping[str, Any]], steps: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=whole_number(2), default=5, help="steps of each side [5]")
-    parser.add_argument("--seed", type=whole_number(0), default=1, help="seed of both sides [1]")
+    parser.add_argument("--seed", type=whole_number(), default=1, help="seed of both sides [1]")
     parser.add_argument("--questions", type=whole_number(), default=200, help="questions of an evaluation [200]")
     parser.add_argument(
         "--venv", type=Path, default=ROOT / "runs/trl_venv", help="the environment with TRL [runs/trl_venv]"

@@ -32,6 +32,7 @@ SHORTEST = 6
 WORD = 16
 """Under a name that may mean something else (`sort_key: question`), so long, or with a digit, for the same reason."""
 
+_SMALL_NUMBER = re.compile(rf"-?[\d.]{{1,{SHORTEST_NUMBER - 1}}}")
 _USER = re.compile(r"""(?<=://)[^/\s"'<>?#]*@""")
 _PARAMETER = re.compile(r"""([?&]([\w.-]+)=)([^&\s"'<>#]+)""")
 
@@ -67,7 +68,7 @@ def _masked(value: Any, secret: bool) -> Any:
 
 def _can_be_secret(value: Any) -> bool:
     if isinstance(value, str):
-        return bool(value) and not value.startswith("env:")
+        return bool(value) and not value.startswith("env:") and not _SMALL_NUMBER.fullmatch(value)
     return isinstance(value, int | float) and not isinstance(value, bool) and len(str(value)) >= SHORTEST_NUMBER
 
 

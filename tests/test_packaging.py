@@ -140,7 +140,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_wheel_holds_all_that_is_imported(wheel: Path) -> None:
-    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if not name.partition("/")[0].endswith(".dist-info")}
     packages = [path for name in ("sleuth", "local_dense_retriever") for path in (ROOT / name).rglob("*")]
     files = {str(path.relative_to(ROOT)) for path in packages if path.is_file() and "__pycache__" not in path.parts}
     assert held == files | {f"{module}.py" for module in MODULES}
