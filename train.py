@@ -12,12 +12,14 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 
-from sleuth.arguments import Args, config_table, parse_args_or_exit
-from sleuth.checkpoints import saved_step
+from sleuth.arguments import Args, changes, config_table, parse_args_or_exit
+from sleuth.checkpoints import CONFIGURATION, find_checkpoint, saved_step
+from sleuth.cluster.exported import weights_to_evaluate
 from sleuth.cluster.logs import configure_logging, failure_message
-from sleuth.cluster.preflight import preflight
+from sleuth.cluster.preflight import default_sections, preflight
 from sleuth.cluster.rollout_group import RolloutGroup
 from sleuth.cluster.run import Run, start_rollout, start_run
 from sleuth.cluster.run_folders import own_folders
@@ -80,6 +82,19 @@ def rollout_only(args: Args, rollout: RolloutGroup, tracker: Tracker) -> None:
         tracker.log(step, metrics)
 
 
+def evaluate_only(args: Args, run_dir: Path) -> None:
+    """`--eval-only`: one evaluation, logged under the step of the checkpoint, with engines alone."""
+    with (
+        weights_to_evaluate(args, run_dir) as (evaluated, step),
+        start_rollout(evaluated, run_dir) as rollout,
+        Tracker(args, run_dir) as tracker,
+    ):
+        metrics: dict[str, float] = {}
+        with timed(metrics, "evaluation"):
+            metrics |= rollout.evaluate(step)
+        tracker.log(step, metrics)
+
+
 def is_due(step: int, interval: int | None, last: int) -> bool:
     """Whether something that happens every `interval` steps, and after the last, happens now."""
     return interval is not None and (step % interval == 0 or step == last)
@@ -87,7 +102,7 @@ def is_due(step: int, interval: int | None, last: int) -> bool:
 
 def exit_if_done(args: Args) -> None:
     """End here, before anything starts, if the checkpoint to resume from has no step left to do."""
-    if args.load is None or args.finetune:
+    if args.load is None or args.finetune or args.eval_only:
         return
     try:
         step = saved_step(args.load)
@@ -112,9 +127,27 @@ def origin(args: Args, steps_done: int) -> str | None:
     return f"resumed from step {steps_done} of {args.load}" if steps_done else None
 
 
+def changed_since(args: Args) -> str | None:
+    """What differs from the configuration of the checkpoint that is resumed, where that is known."""
+    if args.load is None:
+        return None
+    try:
+        found = find_checkpoint(args.load)
+        text = (found / CONFIGURATION).read_text(encoding="utf-8") if found else ""
+        before = yaml.safe_load(text)
+    except (ValueError, OSError, yaml.YAMLError):
+        return None  # an older checkpoint has none
+    if not isinstance(before, dict):
+        return None
+    found_changes = changes(before, yaml.safe_load(args.to_yaml()))
+    return f"changed since the checkpoint: {'; '.join(found_changes) or 'nothing'}"
+
+
 def main() -> None:
     interruption = end_on_signals()
     args: Args = parse_args_or_exit()
+    if args.eval_only:
+        args = args.model_copy(update={"save": None, "ref_load": None})  # which an evaluation does without
     exit_if_done(args)
     warnings: list[str] = []
     with ExitStack() as folders:
@@ -135,7 +168,8 @@ def start(args: Args, run_dir: Path, interruption: Interruption, warnings: list[
         sys.exit(f"error: {full_folder(error, run_dir) or error}")
     remove_leftovers()
     console = Console()
-    console.print(config_table(args))
+    console.print(config_table(args, only_changed=True, default_sections=default_sections(args)))
+    console.print(f"all else is as by default: {run_dir / 'config.yaml'}", soft_wrap=True, markup=False)
     for warning in warnings:
         console.print(f"warning: {redact(warning)}", style="yellow", soft_wrap=True, markup=False)
     console.print(f"starting (it takes a minute or so); logs: {run_dir / 'logs'}", soft_wrap=True, markup=False)
@@ -143,10 +177,13 @@ def start(args: Args, run_dir: Path, interruption: Interruption, warnings: list[
         if args.debug_rollout_only:
             with start_rollout(args, run_dir) as rollout, Tracker(args, run_dir) as tracker:
                 return rollout_only(args, rollout, tracker)
+        if args.eval_only:
+            return evaluate_only(args, run_dir)
         with start_run(args, run_dir, interruption) as run:
             if line := origin(args, run.steps_done):
-                console.print(line, soft_wrap=True, markup=False)
-                logger.info(line)
+                for told in filter(None, (line, changed_since(args))):
+                    console.print(redact(told), soft_wrap=True, markup=False)
+                    logger.info(told)
             with Tracker(args, run_dir, first_step=run.steps_done + 1) as tracker, run.saved_on_exit():
                 train(args, run, tracker)
     except KeyboardInterrupt as interrupted:

@@ -2,7 +2,7 @@
 # Makes .venv-gpu with all that a machine with NVIDIA GPUs needs: engine, trainer, search, tests.
 #
 #   bash scripts/setup_gpu.sh                # about 5 GB to download; the trainer runs on torch's own kernels
-#   bash scripts/setup_gpu.sh --te           # with TransformerEngine, which is compiled here: needs nvcc, takes long
+#   bash scripts/setup_gpu.sh --te           # with TransformerEngine, which is compiled here: takes long
 #   bash scripts/setup_gpu.sh --retriever    # .venv-retriever-gpu: the retrieval server with FAISS on GPUs
 #   bash scripts/setup_gpu.sh --check        # only look whether this machine has what it takes
 #
@@ -15,7 +15,7 @@ SCRIPTS="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 ROOT="$(dirname "$SCRIPTS")"
 NEEDED_DRIVER=580   # of CUDA 13
 NEEDED_GLIBC=2.34   # of SGLang's wheels
-NEEDED_NVCC=13      # TransformerEngine is compiled for the CUDA that torch is built for
+NEEDED_NVCC=13      # what is compiled must be for the CUDA that torch is built for
 
 # Each check prints what it misses, with the remedy, and then returns 1.
 
@@ -66,14 +66,32 @@ find_python() {
         "python3.12-dev) and name it: PYTHON=/path/to/python3.12 bash scripts/setup_gpu.sh"
 }
 
+# Engines compile some of their kernels when they start (SGLang's own and FlashInfer's), and look for nvcc as here.
 check_nvcc() {
-    local nvcc="${CUDA_HOME:+$CUDA_HOME/bin/}nvcc" found
+    local nvcc=nvcc found
+    if [[ -n "${CUDA_HOME:-}" ]]; then
+        nvcc="$CUDA_HOME/bin/nvcc"
+    elif ! command -v nvcc >/dev/null; then
+        nvcc=/usr/local/cuda/bin/nvcc
+    fi
     found="$("$nvcc" --version 2>/dev/null | grep -oEm 1 'release [0-9]+\.[0-9]+' || true)"
     if [[ -z "$found" ]]; then
-        missing "--te: expected CUDA's compiler $NEEDED_NVCC, found no $nvcc: install the CUDA toolkit $NEEDED_NVCC and set" \
-            "CUDA_HOME to it, or leave --te out"
+        missing "expected CUDA's compiler $NEEDED_NVCC, by which engines make kernels when they start, found no $nvcc:" \
+            "install the CUDA toolkit $NEEDED_NVCC and set CUDA_HOME to it, or use the Dockerfile"
     elif [[ "${found#release }" != "$NEEDED_NVCC".* ]]; then
-        missing "--te: expected CUDA's compiler $NEEDED_NVCC, found ${found#release }: set CUDA_HOME to another, or leave --te out"
+        missing "expected CUDA's compiler $NEEDED_NVCC, found ${found#release } ($nvcc): set CUDA_HOME to another, or use the Dockerfile"
+    fi
+}
+
+# The compiler and headers that nvcc and Triton call for what they compile.
+check_build_tools() {
+    local python include
+    command -v g++ >/dev/null || missing "expected a C++ compiler, found no g++: install it (Debian, Ubuntu: apt install build-essential)" || return
+    python="$(find_python 2>/dev/null)" || return 0 # told already
+    include="$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
+    if [[ ! -f "$include/Python.h" ]]; then
+        missing "expected Python's headers, found no $include/Python.h: install them (Debian, Ubuntu: apt install" \
+            "python$(version_of "$python")-dev)"
     fi
 }
 
@@ -93,7 +111,10 @@ check_machine() {
     check_driver || good=1
     check_glibc || good=1
     find_python >/dev/null || good=1
-    if [[ "$WITH_TE" == 1 ]]; then check_nvcc || good=1; fi
+    if [[ "$1" != *retriever* ]]; then
+        check_nvcc || good=1
+        check_build_tools || good=1
+    fi
     check_space "$1" "$2" || good=1
     return "$good"
 }

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 TRACKER = "latest_checkpointed_iteration.txt"
 GOOD = "newest_good_iteration.txt"
 DESCRIPTION = "sleuth.json"
+CONFIGURATION = "config.yaml"
+"""The configuration of the run that saved a checkpoint."""
 JOURNAL = "journal"
 """The folder beside the checkpoints that `sleuth.rollout.journal` writes."""
 _UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"

@@ -70,8 +70,8 @@ class MemoryPlan:
 def turns(args: Args, plan: MemoryPlan) -> dict[str, float]:
     """What a GPU must hold, by what it does (see `sleuth.cluster.memory_turns`)."""
     engine = ENGINE_CONTEXT + ENGINE_GRAPHS
-    if not args.num_engines or args.debug_rollout_only or not args.colocate:
-        training = {} if args.debug_rollout_only else {"training": plan.peak + TRAINER_CONTEXT}
+    if not args.num_engines or not args.trains or not args.colocate:
+        training = {} if not args.trains else {"training": plan.peak + TRAINER_CONTEXT}
         return training | ({"generating": plan.engine_pool + engine} if args.num_engines else {})
     contexts = TRAINER_CONTEXT + engine
     kept = plan.engine_weights if args.update_weights_interval > 1 else 0.0

@@ -131,7 +131,7 @@ def _sections(args: PlanArgs) -> Iterator[tuple[str, list[tuple[str, str]]]]:
 def _placement(args: Args) -> Iterator[tuple[str, str]]:
     train, rollout = args.actor_world_size, args.num_engines * args.rollout_num_gpus_per_engine
     how = f"max({train}, {rollout}), colocated" if args.colocate else f"{train} + {rollout}, separate"
-    if args.debug_rollout_only:
+    if not args.trains:
         how, train = f"{rollout}, engines only", 0
     yield "GPUs in all", f"{args.total_gpus} = {how}"
     yield "trainer", f"{train} GPUs = {args.actor_num_nodes} nodes x {args.actor_num_gpus_per_node}"

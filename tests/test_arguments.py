@@ -17,6 +17,7 @@ from sleuth.arguments import (
     Group,
     ModelArgs,
     build_parser,
+    changes,
     config_table,
     parse_args,
     parse_args_or_exit,
@@ -315,6 +316,14 @@ def test_the_name_of_an_environment_variable_is_no_secret(tmp_path: Path):
         (["--attention-dropout", "0.1"], ["expected 0", "found 0.1"]),
         (["--no-attention-softmax-in-fp32"], ["--no-attention-softmax-in-fp32: not supported"]),
         (["--sequence-parallel"], ["needs --tensor-model-parallel-size above 1"]),
+        (
+            ["--overlap-param-gather"],
+            ["--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; add them"],
+        ),
+        (
+            ["--overlap-param-gather", "--use-distributed-optimizer"],
+            ["--overlap-param-gather needs --overlap-grad-reduce; add it"],
+        ),
         (["--tensor-model-parallel-size", "3"], ["3 x 1 x 1 = 3 must divide the 1 training GPUs"]),
         (["--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2"], ["3 must be a multiple", "2"]),
         (["--no-colocate"], ["expected --colocate", "or --rollout-num-gpus"]),
@@ -456,6 +465,45 @@ def test_the_table_shows_groups_and_marks_what_was_given():
     assert "named as module.function\n" in re.sub(" +\n", "\n", text(False))
     assert "3e-05" in text(True)
     assert "--adam-beta2" not in text(True)
+
+
+def test_only_what_differs_from_the_defaults_is_shown():
+    def shown(args: Args, **sections: dict[str, object]) -> str:
+        console = Console(width=120)
+        with console.capture() as capture:
+            console.print(config_table(args, only_changed=True, default_sections=sections))
+        return capture.get()
+
+    said = shown(parse("--lr", "1e-6", "--rollout-batch-size", "16", "--save", "x"))
+    assert "--rollout-batch-size" in said
+    assert "--save " in said
+    for name in ("--lr", "--global-batch-size", "--rollout-num-gpus", "--adam-beta2", "Optimizer"):
+        assert name not in said  # given, but the default; or computed from what was given
+    args = parse().model_copy(update={"custom_config": {"s": {"topk": 5, "turns": 2, "local": {"url": "a"}}}})
+    said = shown(args, s={"topk": 3, "turns": 2, "local": {"url": "a"}})
+    assert re.findall(r"(topk|turns|local)", said) == ["topk"]
+
+
+def test_what_changed_between_two_configurations():
+    before, after = (yaml.safe_load(parse(*flags).to_yaml()) for flags in (("--save", "a"), ("--lr", "2e-6")))
+    after["search_r1"] = {"topk": 3}
+    found = changes(before, after)
+    assert found == ["--save a -> -", "--lr 1e-06 -> 2e-06", "search_r1.topk - -> 3"]
+    assert changes(before, {**before, "run_dir": "elsewhere"}) == []
+
+
+def test_an_evaluation_alone_needs_no_training_data():
+    base = ["--hf-checkpoint", "m", "--custom-rm-path", "a.b", "--colocate", "--eval-only"]
+    args = parse_args([*base, "--eval-prompt-data", "t", "t.jsonl@[0:5]", "--eval-temperature", "0", "1"])
+    assert args.prompt_data == "t.jsonl@[0:5]"
+    assert not args.trains
+    assert args.total_gpus == args.num_engines == 1
+    for flags, message in (
+        ([], "--eval-only needs evaluation sets"),
+        (["--eval-prompt-data", "t", "t.jsonl", "--debug-rollout-only"], "--eval-only with --debug-rollout-only"),
+    ):
+        with pytest.raises(ArgumentsError, match=message):
+            parse_args([*base, "--prompt-data", "p.jsonl", *flags])
 
 
 def test_names_of_related_systems_lead_to_flags_that_there_are():

@@ -12,7 +12,7 @@ from sleuth.arguments.files_check import check_files, read_config, read_hf_confi
 from sleuth.arguments.model_check import check_model, check_model_flags, check_tokenizer, model_flags
 from sleuth.arguments.parser import ArgumentsError, build_parser, parse_args, parse_args_or_exit
 from sleuth.arguments.run_flags import CheckpointArgs, Group
-from sleuth.arguments.table import config_table
+from sleuth.arguments.table import changes, config_table
 from sleuth.arguments.train_flags import ModelArgs
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Group",
     "ModelArgs",
     "build_parser",
+    "changes",
     "check_files",
     "check_model",
     "check_model_flags",

@@ -71,9 +71,14 @@ class AllFlags(
     def total_gpus(self) -> int:
         """GPUs of the whole run; a GPU that engine and trainer share counts once."""
         rollout = self.num_engines * self.rollout_num_gpus_per_engine
-        if self.debug_rollout_only:
+        if not self.trains:
             return rollout
         return max(self.actor_world_size, rollout) if self.colocate else self.actor_world_size + rollout
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a trainer."""
+        return not (self.debug_rollout_only or self.eval_only)
 
     @property
     def samples_per_step(self) -> int:

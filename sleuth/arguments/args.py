@@ -17,6 +17,16 @@ from sleuth.secrets import masked
 class Args(AllFlags):
     """Every setting of a run; the groups in `run_flags.py` and `train_flags.py` list the fields."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_training_data(cls, values: Any) -> Any:
+        """With --eval-only, --prompt-data may be left out: the first evaluation set stands in for it."""
+        if isinstance(values, dict) and values.get("eval_only") in (True, "true", "True"):
+            pairs = values.get("eval_prompt_data") or []
+            if "prompt_data" not in values and len(pairs) > 1:
+                return {**values, "prompt_data": pairs[1]}
+        return values
+
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> Self:
         problems = find_problems(self, (info.context or {}).get("given", ()))

@@ -78,6 +78,9 @@ def _layout(args: AllFlags) -> Iterator[str]:
         yield (
             "--sequence-parallel needs --tensor-model-parallel-size above 1, found 1; leave it out or raise the latter"
         )
+    needed = ("use_distributed_optimizer", "overlap_grad_reduce")
+    if args.overlap_param_gather and (missing := [flag(name) for name in needed if not getattr(args, name)]):
+        yield f"--overlap-param-gather needs {' and '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}"
 
 
 def _placement(args: AllFlags) -> Iterator[str]:
@@ -279,8 +282,16 @@ def _evaluation(args: AllFlags) -> Iterator[str]:
     pairs = args.eval_prompt_data
     if args.eval_interval is not None and not pairs:
         yield "--eval-interval needs evaluation sets; add --eval-prompt-data NAME PATH"
-    if pairs and args.eval_interval is None:
-        yield "--eval-prompt-data has no effect without --eval-interval; add --eval-interval 25, or drop the sets"
+    if args.eval_only and not pairs:
+        yield "--eval-only needs evaluation sets; add --eval-prompt-data NAME PATH"
+    if args.eval_only and (args.loss_type == "sft" or args.debug_rollout_only):
+        other = "--debug-rollout-only" if args.debug_rollout_only else "--loss-type sft"
+        yield f"--eval-only with {other}: expected one of them, since each says what the run does; drop one"
+    if pairs and args.eval_interval is None and not args.eval_only:
+        yield (
+            "--eval-prompt-data has no effect without --eval-interval; add --eval-interval 25 (or --eval-only), or "
+            "drop the sets"
+        )
     if pairs and len(pairs) % 2:
         yield f"--eval-prompt-data: expected pairs NAME PATH, found {len(pairs)} words: {' '.join(pairs)}"
     elif pairs and (bad := [name for name in pairs[::2] if not re.fullmatch(r"[\w.-]+", name)]):

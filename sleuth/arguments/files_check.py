@@ -116,7 +116,7 @@ def _tracker_problems(what: str, folder: Path) -> Iterator[str]:
 
 def _resuming_problems(args: Args) -> Iterator[str]:
     """A checkpoint that is there, but that training cannot go on from."""
-    if args.load is None or args.finetune:
+    if args.load is None or args.finetune or args.eval_only:
         return
     try:
         found = find_checkpoint(args.load)
@@ -133,7 +133,7 @@ def _resuming_problems(args: Args) -> Iterator[str]:
 
 
 def _data_problems(args: Args) -> Iterator[str]:
-    named = {"--prompt-data": args.prompt_data}
+    named = {} if args.eval_only else {"--prompt-data": args.prompt_data}
     named |= {f"--eval-prompt-data {name}": path for name, path in args.eval_sets.items()}
     for what, path in named.items():
         data = DataPath.parse(path)

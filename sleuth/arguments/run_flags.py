@@ -290,6 +290,11 @@ class EvalArgs(Group):
         default_factory=lambda data: data["rollout_max_response_len"],
         description="Most new tokens of one turn in evaluation [--rollout-max-response-len].",
     )
+    eval_only: bool = Field(
+        False,
+        description="Evaluate --eval-prompt-data once, with the weights of --load or, without it, of --hf-checkpoint, "
+        "and end. There is no trainer, and flags of training have no effect; --prompt-data is not needed.",
+    )
     eval_before_train: bool = Field(
         True, description="Evaluate before the first step of a new run, if it has evaluation sets."
     )

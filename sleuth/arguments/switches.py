@@ -48,9 +48,11 @@ TABLE = (
     _needs("save_interval save_keep async_save", "save"),
     _needs("finetune", "load"),
     _needs("apply_chat_template_kwargs tool_key", "apply_chat_template"),
-    _needs(
+    Dependent(
         "n_samples_per_eval_prompt eval_temperature eval_top_p eval_max_response_len eval_input_key eval_label_key "
         "eval_data_source_filter",
+        lambda args: bool(args.eval_interval) or args.eval_only,
+        "has no effect without --eval-interval; add --eval-interval or --eval-only, or drop {flag}",
         "eval_interval",
     ),
     Dependent(

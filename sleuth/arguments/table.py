@@ -15,12 +15,18 @@ from sleuth.engine.option_names import option_flag
 from sleuth.secrets import masked
 
 
-def config_table(args: Args, *, only_changed: bool = False) -> Renderables:
-    """A table of flags and values for each group. Values that were given stand out; `only_changed` shows only these."""
+def config_table(
+    args: Args, *, only_changed: bool = False, default_sections: Mapping[str, Mapping[str, Any]] | None = None
+) -> Renderables:
+    """A table of flags and values for each group, and of the hooks' sections. Values that were given stand out.
+
+    `only_changed` leaves out what is as by default; `default_sections` are the hooks' sections by default.
+    """
+    usual = default_sections or {} if only_changed else {}
     tables = []
     for group in groups_of(Args):
         names = [name for name in group.__annotations__ if name not in NOT_FLAGS]
-        names = [name for name in names if not only_changed or name in args.model_fields_set]
+        names = [name for name in names if not only_changed or differs(args, name)]
         if names:
             tables.append(_group_table((group.__doc__ or "").split(". ")[0].split(" (")[0], names, args))
     if args.sglang_options:
@@ -28,8 +34,26 @@ def config_table(args: Args, *, only_changed: bool = False) -> Renderables:
         rows = [(option_flag(name), " ".join(words), "bold") for name, words in shown.items()]
         tables.append(_table("Options of SGLang's own", rows))
     for section, values in masked(args.custom_config).items():
-        tables.append(_table(f"Settings of the hooks: {section}", [(*row, "") for row in flattened(values)]))
+        same = set(flattened(usual.get(section, {})))
+        if rows := [(*row, "") for row in flattened(values) if row not in same]:
+            tables.append(_table(f"Settings of the hooks: {section}", rows))
     return Renderables(*tables)
+
+
+def differs(args: Args, name: str) -> bool:
+    """Whether a flag has another value than its default, which may be computed from the flags before it."""
+    field = type(args).model_fields[name]
+    return bool(getattr(args, name) != field.get_default(call_default_factory=True, validated_data=dict(args)))
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """What differs between two configurations, as `Args.to_yaml` writes them: `--lr 1e-06 -> 2e-06` and the like."""
+    old, new = dict(flattened(before)), dict(flattened(after))
+    return [
+        f"{flag(name) if name in Args.model_fields else name} {old.get(name, '-')} -> {new.get(name, '-')}"
+        for name in dict.fromkeys((*old, *new))
+        if old.get(name, "-") != new.get(name, "-") and name != "run_dir"
+    ]
 
 
 def flattened(values: Any, prefix: str = "") -> list[tuple[str, str]]:

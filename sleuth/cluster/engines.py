@@ -54,7 +54,7 @@ class Engines:
             for index, devices in enumerate(shares)
         ]
         self._on_gpu = any(device.gpu_id is not None for device in placement.engines)
-        self.share_gpus = args.colocate and self._on_gpu and not args.debug_rollout_only
+        self.share_gpus = args.colocate and self._on_gpu and args.trains
         self._urls: list[str] = []
         self._router_log = run_dir / "logs" / "router.log"
         self._router: RouterProcess | None = None

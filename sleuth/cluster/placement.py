@@ -115,7 +115,7 @@ def place(args: Args) -> Placement:
     Raises RuntimeError when the cluster does not have them, or not on one node; ValueError where Ray grants GPUs that
     its processes cannot use, or not in this way.
     """
-    trainer, count = 0 if args.debug_rollout_only else args.actor_world_size, args.total_gpus
+    trainer, count = args.actor_world_size if args.trains else 0, args.total_gpus
     engines = args.num_engines * args.rollout_num_gpus_per_engine
     on_gpu = cluster_has_gpus()
     group = _reserve(count, on_gpu, f"{trainer} for the trainer, {engines} for the engines, colocate={args.colocate}")

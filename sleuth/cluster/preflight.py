@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sleuth.arguments import Args, ArgumentsError, check_files, check_model, read_hf_config
 from sleuth.arguments.checks import flag
@@ -90,6 +90,15 @@ def with_hook_settings(args: ArgsT, modules: Sequence[ModuleType]) -> ArgsT:
     return args
 
 
+def default_sections(args: Args) -> dict[str, dict[str, Any]]:
+    """The hooks' sections as they would be if nobody had set anything; {} where one cannot do without."""
+    bare = args.model_copy(update={"custom_config": {}, "search_backend": None, "search_url": None})
+    try:
+        return resolve_sections(bare, declared_settings(hook_modules(args)))
+    except ValueError:
+        return {}
+
+
 def _check_flags_are_read(args: Args, classes: Sequence[type[Settings]]) -> None:
     read = {name for cls in classes for name in cls.flags}
     for name in ("search_backend", "search_url"):
@@ -153,7 +162,7 @@ def check_data(args: Args) -> dict[str, list[PromptRow]]:
     if args.loss_type == "sft":
         check_sft_rows(args.prompt_data, tokenizer)
         return {}
-    checked = {args.prompt_data: check_rows(args.prompt_data, args, tokenizer)}
+    checked = {} if args.eval_only else {args.prompt_data: check_rows(args.prompt_data, args, tokenizer)}
     for path in args.eval_sets.values():
         checked[path] = check_rows(path, args, tokenizer, evaluation=True)
     return checked
@@ -187,7 +196,8 @@ def unwinnable_rows(args: Args, modules: Sequence[ModuleType]) -> list[str]:
     from sleuth.data import check_labels
 
     checks = [module.check_label for module in modules if callable(getattr(module, "check_label", None))]
-    paths = [(args.prompt_data, False), *((path, True) for path in args.eval_sets.values())]
+    paths = [] if args.eval_only else [(args.prompt_data, False)]
+    paths += [(path, True) for path in args.eval_sets.values()]
     found = [check_labels(path, args, check, evaluation=held_out) for check in checks for path, held_out in paths]
     return [sentence for sentence in found if sentence]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sleuth.arguments import Args
+from sleuth.checkpoints import CONFIGURATION, checkpoint_folder
 from sleuth.cluster.memory_turns import TRAINER_PARTS, MemoryTurns
 from sleuth.cluster.placement import Placement, place, ray_session
 from sleuth.cluster.progress import Progress
@@ -72,15 +73,20 @@ class Run:
         """Publish the checkpoint that is being written, if there is one; without `wait`, only if it is written."""
         if self._saving is None:
             return
-        with self.interruption.held(f"finishing the checkpoint of step {self._saving} in {self.args.save}"):
+        step, self._saving = self._saving, None
+        with self.interruption.held(f"finishing the checkpoint of step {step} in {self.args.save}"):
             if self.trainer.finish_save(wait=wait):
-                self.progress.saved, self.progress.folder = self._saving, self.args.save
-                self._saving = None
+                if self.args.save is not None:
+                    note_configuration(self.args, checkpoint_folder(self.args.save, step))
+                self.progress.saved, self.progress.folder = step, self.args.save
+            else:
+                self._saving = step
 
     @contextmanager
     def saved_on_exit(self) -> Iterator[None]:
         """Where the body is interrupted, save what is done and not saved; KeyboardInterrupt then says how things are.
 
+        Where it fails, as when an engine dies, a checkpoint that is being written is still published.
         Between the calls of `train` nothing changes the trainer, and its ranks answer one call after the other.
         """
         try:
@@ -88,6 +94,17 @@ class Run:
         except KeyboardInterrupt:
             self._save_if_needed()
             raise KeyboardInterrupt(self.progress.interrupted()) from None
+        except Exception:
+            self._finish_if_needed()
+            raise
+
+    def _finish_if_needed(self) -> None:
+        if not self._whole:  # ranks may wait for each other
+            return
+        try:
+            self.finish_save()
+        except Exception as error:
+            logger.warning("a checkpoint could not be finished: %s", error)
 
     def _save_if_needed(self) -> None:
         progress = self.progress
@@ -109,6 +126,14 @@ class Run:
 
     def _held(self, what: str) -> AbstractContextManager[None]:
         return self.interruption.held(what) if self._saves_on_exit else nullcontext()
+
+
+def note_configuration(args: Args, checkpoint: Path) -> None:
+    """Write the configuration beside the weights: a run that goes on from them tells what changed since."""
+    try:
+        args.write(checkpoint / CONFIGURATION)
+    except OSError as error:  # the checkpoint is whole without it, or lies on another machine's disk
+        logger.warning("the configuration could not be written into %s: %s", checkpoint, error)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def own_folders(args: Args) -> Iterator[None]:
 
 def _check_new(args: Args, run_dir: Path) -> None:
     path = run_dir / "metrics.jsonl"
-    if args.load is not None or not path.is_file():
+    if (args.load is not None and not args.eval_only) or not path.is_file():
         return
     if lines := read_metrics(path):
         steps = [line["step"] for line in lines]

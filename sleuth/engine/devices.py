@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -20,6 +22,15 @@ def visible_devices(gpu_ids: Sequence[str]) -> dict[str, str]:
 def see_only(gpu_ids: Sequence[str]) -> None:
     """Let this process see no other GPUs; to be called before anything starts CUDA in it."""
     os.environ.update(visible_devices(gpu_ids))
+
+
+def cuda_runtime_folder() -> str | None:
+    """The folder of CUDA's runtime library that torch was installed with; None if there is none, as on CPUs."""
+    for folder in sys.path:
+        found = sorted(Path(folder or ".").glob("nvidia/*/lib/libcudart.so.*"))
+        if found:
+            return str(found[-1].parent)
+    return None
 
 
 def check_granted(gpu_ids: Sequence[str]) -> None:

@@ -24,11 +24,11 @@ from types import TracebackType
 
 import requests
 
-from sleuth.engine.key import VARIABLE, engine_key
+from sleuth.engine.key import VARIABLE, engine_key, engine_session
 from sleuth.engine.launch import watch_owner
 from sleuth.engine.process_group import kill_group
 from sleuth.engine.server import HOST, PACKAGE_ROOT, free_port
-from sleuth.loopback import direct_session, without_proxy
+from sleuth.loopback import without_proxy
 
 START_SECONDS = 60.0
 POLL_SECONDS = 0.2
@@ -121,7 +121,7 @@ class RouterProcess:
 
     def _knows_all(self) -> bool:
         try:
-            with direct_session() as session:
+            with engine_session() as session:
                 workers = session.get(f"{self.url}/workers", timeout=5.0).json()["workers"]
         except (requests.RequestException, ValueError, KeyError):
             return False

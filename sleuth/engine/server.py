@@ -27,7 +27,7 @@ import psutil
 import requests
 
 from sleuth.dtypes import dtype_name
-from sleuth.engine.devices import as_numbers, visible_devices
+from sleuth.engine.devices import as_numbers, cuda_runtime_folder, visible_devices
 from sleuth.engine.key import VARIABLE, engine_key, engine_session
 from sleuth.engine.process_group import group_members, kill_group, shared_memory_files
 from sleuth.leftovers import record
@@ -329,6 +329,11 @@ def server_environment(config: EngineConfig, folder: Path, on_gpu: bool) -> dict
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = str(int(config.enable_memory_saver and config.releases_graphs))
         if config.enable_memory_saver and "expandable_segments" in environment.get("PYTORCH_CUDA_ALLOC_CONF", ""):
             del environment["PYTORCH_CUDA_ALLOC_CONF"]  # the trainer may want them; the memory saver cannot work so
+        if config.enable_memory_saver and (runtime := cuda_runtime_folder()):
+            # SGLang preloads the memory saver, which needs CUDA's runtime before torch can say where it is: where none
+            # is installed system-wide, its processes would end at once, with 127.
+            known = environment.get("LD_LIBRARY_PATH", "")
+            environment["LD_LIBRARY_PATH"] = os.pathsep.join(path for path in (known, runtime) if path)
     else:
         paths.insert(0, str(CPU_STUBS))
         environment["SGLANG_USE_CPU_ENGINE"] = "1"

@@ -45,6 +45,8 @@ ROLLOUT = (
     Metric(
         "rollout/zero_variance_groups", "groups", "prompts whose samples all got the same reward: they teach nothing"
     ),
+    Metric("rollout/repeated_prompts", "groups", "prompts that came before in the same step"),
+    Metric("rollout/empty_labels", "groups", "prompts whose label holds no answer"),
     Metric(
         "rollout/failed_samples",
         "samples",
@@ -128,10 +130,14 @@ EVALUATION = (
         "samples",
         "evaluation trajectories that failed in the engine, a hook or the environment, and were generated anew",
     ),
+    Metric("eval/<name>/f1", "", "mean token F1 of the answer against the nearest accepted answer"),
+    Metric("eval/<name>/answered", "share", "evaluation trajectories that give an answer"),
+    Metric("eval/<name>/search/<measure>", "", "`search/<measure>` over the evaluation's searches alone"),
     Metric("eval/<name>/source/<data source>/<measure>", "", "`eval/<name>/<measure>` over one data source alone"),
     Metric(
         "eval/<name>/macro/<measure>", "", "mean of `eval/<name>/source/.../<measure>`: each data source counts once"
     ),
+    Metric("eval/<name>/<component>", "", "mean of any other component that the reward hook returns"),
 )
 
 TRAINING = (
@@ -261,8 +267,8 @@ TIME = (
     Metric(
         "time/<part>",
         "s",
-        "time of one part of the step. step: all but evaluation and saving; rollout, train, sync, evaluation, save; "
-        "importance_sampling: the TIS hook in one optimizer step, part of train",
+        "time of one part of the step. step: all but evaluation and saving; rollout, train, sync, evaluation, save "
+        "(what the run waits for it); importance_sampling: the TIS hook in one optimizer step, part of train",
     ),
     Metric("perf/rollout_tokens_per_second", "tokens/s", "generated tokens of the step / seconds of its rollout"),
     Metric("perf/prefix_cache_share", "share", "tokens sent to the engines that their prefix caches held already"),

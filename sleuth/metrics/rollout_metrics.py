@@ -9,6 +9,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from sleuth.labels import is_blank
 from sleuth.sample import Sample, SampleStatus, StopReason
 
 UNKNOWN_SOURCE = "unknown"
@@ -80,7 +81,14 @@ def _group_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         if sample.reward is not None:
             groups[sample.group_index].append(sample.reward)
     equal = sum(1 for rewards in groups.values() if len(rewards) > 1 and len(set(rewards)) == 1)
-    return {"rollout/groups": float(len(groups)), "rollout/zero_variance_groups": float(equal)}
+    firsts = list({sample.group_index: sample for sample in samples}.values())
+    prompts = {tuple(sample.trace.prompt_ids) for sample in firsts}
+    return {
+        "rollout/groups": float(len(groups)),
+        "rollout/zero_variance_groups": float(equal),
+        "rollout/repeated_prompts": float(len(firsts) - len(prompts)),
+        "rollout/empty_labels": float(sum(is_blank(sample.label) for sample in firsts)),
+    }
 
 
 def _version_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -137,8 +145,9 @@ def _evaluation_averages(samples: Sequence[Sample]) -> dict[str, float]:
     if not samples:
         return {}
     components = _averages("", samples, lambda sample: sample.reward_components)
+    own = {name: value for name, value in components.items() if name not in _COMPONENT_NAMES}
     reported = _averages("", samples, lambda sample: sample.rollout_metrics)
-    averages = {short: components[name] for name, short in _COMPONENT_NAMES.items() if name in components}
+    averages = own | {short: components[name] for name, short in _COMPONENT_NAMES.items() if name in components}
     if "searches" in reported:
         averages["searches"] = reported["searches"]
     return averages | {

@@ -23,6 +23,7 @@ from sleuth.metrics.console import evaluation_lines, step_line
 from sleuth.metrics.destinations import CLASSES, TrackerArgs
 from sleuth.metrics.guard import Guarded
 from sleuth.metrics.jsonl import MetricsFile
+from sleuth.metrics.step_warnings import step_warnings
 from sleuth.secrets import redact
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class Tracker:
 
     def __init__(self, args: TrackerArgs, run_dir: str | Path, *, first_step: int = 1) -> None:
         self._num_steps = args.num_rollout
+        self._signs: set[str] = set()
         run_dir = Path(run_dir)
         self._file = MetricsFile(run_dir / "metrics.jsonl", first_step=first_step if first_step > 1 else 0)
         sys.argv[1:] = map(redact, sys.argv[1:])  # trackers record the command line
@@ -75,6 +77,11 @@ class Tracker:
         not_finite = sorted(name for name, value in values.items() if not math.isfinite(value))
         if not_finite:
             logger.warning("step %d: not a finite number: %s", step, ", ".join(not_finite))
+        if "rollout/samples" in values:
+            signs = step_warnings(values)
+            for name in signs.keys() - self._signs:  # told once, and again where it had gone
+                logger.warning("step %d: %s", step, signs[name])
+            self._signs = set(signs)
         self._bar.n = max(self._bar.n, step)
         self._bar.refresh()
         sys.stdout.flush()

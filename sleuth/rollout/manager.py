@@ -53,12 +53,15 @@ class RolloutManager:
         self.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
         self.vocab_size = embedding_size(args.hf_checkpoint)
         check_tokenizer(self.tokenizer, self.vocab_size)
-        self.rows = load_rows(args.prompt_data, args, self.tokenizer)
-        self.stream = PromptStream(self.rows, seed=args.seed, shuffle=args.rollout_shuffle)
         self.eval_rows = {
             name: load_rows(path, args, self.tokenizer, evaluation=True) for name, path in args.eval_sets.items()
         }
-        self.journal = run_journal(args)
+        if args.eval_only:  # the probe needs some rows, too
+            self.rows = next(iter(self.eval_rows.values()))
+        else:
+            self.rows = load_rows(args.prompt_data, args, self.tokenizer)
+        self.stream = PromptStream(self.rows, seed=args.seed, shuffle=args.rollout_shuffle)
+        self.journal = None if args.eval_only else run_journal(args)
         # The whole run uses one event loop: the HTTP sessions of the hooks live as long as it does.
         self._runner = asyncio.Runner()
 
@@ -99,8 +102,10 @@ class RolloutManager:
         for name, rows in self.eval_rows.items():
             for temperature in self.args.eval_temperature:
                 full_name = evaluation_name(name, temperature)
+                drain_step_metrics()  # of what came before, and so below
                 rollout = self._run(self.loop.evaluate(rows, temperature))
                 metrics |= evaluation_metrics(rollout.samples, full_name, rollout.failed)
+                metrics |= {f"eval/{full_name}/{key}": value for key, value in drain_step_metrics().items()}
                 name_of_file = f"eval_{step:07d}_{full_name.replace('/', '_')}"
                 self._write_trajectories(name_of_file, rollout.samples, evaluation=True)
         return metrics

@@ -44,7 +44,7 @@ if job["taken"]:  # others hold all, and let go of some
 
 engines = job["engines"]
 args = SimpleNamespace(actor_world_size=4, total_gpus=4, num_engines=engines, rollout_num_gpus_per_engine=4 // engines,
-                       colocate=True, debug_rollout_only=False)
+                       colocate=True, trains=True)
 try:
     placed = placement.place(args)
 except Exception as error:

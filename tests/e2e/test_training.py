@@ -31,7 +31,9 @@ def test_a_run_trains_saves_and_resumes(tmp_path, flags):
     assert lines[1]["rollout/searches"] > 0
     assert lines[1]["train/grad_norm"] > 0
     assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "2"
+    assert lines[2]["eval/demo/greedy/search/requests"] > 0
     assert processes_of(tmp_path / "run") == []
+    check_evaluation_alone(tmp_path, [*flags, *evaluation], lines)
 
     resumed = ["--load", str(tmp_path / "save"), "--num-rollout", "3", "--update-weights-through", "disk"]
     code, output = run_training([*flags, *resumed])
@@ -46,6 +48,25 @@ def test_a_run_trains_saves_and_resumes(tmp_path, flags):
         for step in (1, 2, 3)
     ]
     assert cursor == [4, 8, 12]
+
+
+def check_evaluation_alone(tmp_path: Path, flags: list[str], trained: list[dict]) -> None:
+    """`--eval-only`, of the checkpoint and of the model before training, finds what the run itself found."""
+    load = ["--load", str(tmp_path / "save")]
+    for step, more in ((2, load), (0, [])):
+        run_dir = tmp_path / f"evaluated_{step}"
+        code, output = run_training([*flags, "--eval-only", *more, "--run-dir", str(run_dir)])
+        assert code == 0, output
+        (line,) = metrics_of(run_dir)
+        assert line["step"] == step
+        for name in ("em", "searches", "response_length", "questions"):
+            assert line[f"eval/demo/greedy/{name}"] == trained[step][f"eval/demo/greedy/{name}"]
+        assert (run_dir / f"trajectories/eval_{step:07d}_demo_greedy.jsonl").is_file()
+        assert not (run_dir / "evaluated_weights").exists()
+    code, output = run_training([*flags, "--eval-only", *load])
+    assert code == 1
+    assert "found the metrics of another one (steps 0 to 2)" in output
+    assert metrics_of(tmp_path / "run") == trained
 
 
 def test_a_supervised_run_trains_saves_and_resumes(tmp_path):

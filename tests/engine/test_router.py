@@ -18,6 +18,7 @@ import pytest
 from sleuth.engine.key import engine_session
 from sleuth.engine.router import HEALTH_PATH, RouterError, RouterProcess, router_args
 from sleuth.engine.server import EngineConfig, EngineServer
+from sleuth.loopback import direct_session
 from sleuth.rollout.engine_client import EngineClient, EngineError
 from sleuth.weight_sync.tensor import push_weights
 from tests.conftest import RunningEngine
@@ -57,6 +58,14 @@ def test_requests_go_through_it_and_log_probs_are_the_engines(engine: RunningEng
     expected = engine.log_probs(PROMPT + generation.ids, 1.0)[len(PROMPT) - 1 :]
     assert generation.log_probs == pytest.approx(expected, abs=1e-4)
     assert generation.weight_version == "same"  # the engines got the weights, not the router
+
+
+def test_it_asks_for_the_engines_key(engine: RunningEngine, router: RouterProcess) -> None:
+    body = {"input_ids": PROMPT, "sampling_params": SAMPLING}
+    with direct_session() as stranger:
+        assert stranger.post(f"{router.url}/generate", json=body, timeout=60).status_code == 401
+    with engine_session() as session:
+        assert session.post(f"{router.url}/generate", json=body, timeout=60).status_code == 200
 
 
 def test_turns_of_a_trajectory_find_their_beginning(engine: RunningEngine, router: RouterProcess) -> None:

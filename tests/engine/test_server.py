@@ -271,6 +271,25 @@ def test_the_memory_saver_gets_no_expandable_segments(tmp_path: Path, monkeypatc
     assert "PYTORCH_CUDA_ALLOC_CONF" in server_environment(EngineConfig("model"), tmp_path, on_gpu=True)
 
 
+def test_the_memory_saver_finds_the_runtime_that_torch_came_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "nvidia" / "cu13" / "lib" / "libcudart.so.13"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.setattr(sys, "path", ["/nowhere", str(tmp_path)])
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
+    saving = server_environment(EngineConfig("model", enable_memory_saver=True), tmp_path, on_gpu=True)
+    assert saving["LD_LIBRARY_PATH"] == f"/mine:{library.parent}"
+    other = server_environment(EngineConfig("model"), tmp_path, on_gpu=True)
+    assert other["LD_LIBRARY_PATH"] == "/mine"
+    monkeypatch.setattr(sys, "path", ["/nowhere"])
+    assert (
+        server_environment(EngineConfig("model", enable_memory_saver=True), tmp_path, on_gpu=True)["LD_LIBRARY_PATH"]
+        == "/mine"
+    )
+
+
 def test_graphs_can_be_released_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
     monkeypatch.setenv(name, "1")

@@ -90,6 +90,14 @@ def test_evaluation_is_reported_overall_by_source_and_macro():
     assert metrics["eval/test/greedy/macro/em"] == 0.5
 
 
+def test_components_of_a_users_own_reward_are_reported_under_their_names():
+    samples = [make_sample(components={"style": style, "exact_match": 1.0}, source="a") for style in (0.0, 1.0)]
+    metrics = evaluation_metrics(samples, "test/greedy")
+    assert metrics["eval/test/greedy/style"] == metrics["eval/test/greedy/macro/style"] == 0.5
+    assert metrics["eval/test/greedy/em"] == 1.0
+    assert "eval/test/greedy/exact_match" not in metrics
+
+
 def test_evaluation_counts_the_trajectories_that_failed_apart():
     failed = make_sample(reward=None, status=SampleStatus.FAILED, reason=StopReason.SEARCH_FAILED)
     metrics = evaluation_metrics([make_sample(components={"exact_match": 1.0})], "test", [failed, failed])

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tools.demo.side_by_side import side_by_side
 from tools.plots import evaluation_metric, plot_run
 from tools.run_dir import read_configuration
 
-LEAST_RISE = {"exact_match_greedy": 0.4, "exact_match_t1": 0.35}
+LEAST_RISE = {"exact_match_greedy": 0.6, "exact_match_t1": 0.35}
 """By how much these numbers have to rise over all questions: the demo's promise."""
 FEWEST_STEPS = 30
 """A shorter run that misses the goal is too short to tell; the demo takes 40."""
@@ -102,7 +103,9 @@ def _all(lines: list[MetricsLine], ending: str) -> Callable[[MetricsLine], float
 def _of_hop(lines: list[MetricsLine], *, two: bool) -> dict[str, Change]:
     """The rows of the table for two-hop questions, or for all others; `questions` says how many there are."""
     rows = {key: (part, end) for _, key, part, end in ROWS if key in HOP_ROWS}
-    table = {key: _change(lines, lambda line, at=at: _over_sources(line, *at, two=two)) for key, at in rows.items()}
+    table = {
+        key: _change(lines, partial(_over_sources, part=part, end=end, two=two)) for key, (part, end) in rows.items()
+    }
     count = _change(lines, lambda line: sum(_source_counts(line, "/t1.0/", two=two).values()) or None)
     return table | {"questions": count}
 

@@ -11,7 +11,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from sleuth.metrics.trajectories import expected, read_trajectories
+from sleuth.labels import as_text
+from sleuth.metrics.trajectories import read_trajectories
 
 KINDS = (("demo_birth_year", "demo_death_year"), ("demo_creator", "demo_work_year"), ("demo_two_hop",))
 """One question is shown of each: the first that was logged, whatever became of it."""
@@ -46,7 +47,8 @@ def _panel(before: dict[str, Any], after: dict[str, Any]) -> Panel:
     table.add_row(Text("before", style="bold"), Text("after", style="bold"))
     table.add_row(_story(before), _story(after))
     question = ROLE.sub("", before["prompt"]).strip().rpartition("Question: ")[2]
-    return Panel(table, title=Text(f"{question} ({expected(before)})"), title_align="left")
+    asked = Text(f"{question} ({as_text(before['label'])})", style="bold")  # no title: those are cut to one line
+    return Panel(Group(asked, table))
 
 
 def _story(record: dict[str, Any]) -> Group:
