@@ -11,6 +11,7 @@ from rich.table import Table
 from sleuth.arguments.args import Args
 from sleuth.arguments.checks import flag
 from sleuth.arguments.parser import NOT_FLAGS, groups_of
+from sleuth.arguments.train_flags import ModelArgs
 from sleuth.engine.option_names import option_flag
 from sleuth.secrets import masked
 
@@ -26,7 +27,8 @@ def config_table(
     tables = []
     for group in groups_of(Args):
         names = [name for name in group.__annotations__ if name not in NOT_FLAGS]
-        names = [name for name in names if not only_changed or differs(args, name)]
+        if only_changed:  # the model's shape is that of its config.json: a contradiction is an error
+            names = [] if group is ModelArgs else [name for name in names if differs(args, name)]
         if names:
             tables.append(_group_table((group.__doc__ or "").split(". ")[0].split(" (")[0], names, args))
     if args.sglang_options:
