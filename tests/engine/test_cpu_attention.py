@@ -13,6 +13,7 @@ from sleuth.rollout.engine_client import EngineClient
 from tests.conftest import RunningEngine
 
 VOCABULARY = 400
+"""Prompts have ids below; the model has 512."""
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 12, "ignore_eos": True}
 
 
@@ -40,7 +41,7 @@ def test_unequal_conversations_at_once_have_the_models_log_probs(engine: Running
     prompts = [(common if i % 2 else []) + words(rng.choice((2, 10, 50, 200, 600))) for i in range(24)]
 
     async def all_of_them() -> list[tuple[list[int], list[tuple[int, float]]]]:
-        async with EngineClient([engine.url], max_concurrency=256, vocab_size=VOCABULARY) as client:
+        async with EngineClient([engine.url], max_concurrency=256, vocab_size=512) as client:
             return await asyncio.gather(*(two_turns(client, prompt, words(30)) for prompt in prompts))
 
     for ids, sampled in asyncio.run(all_of_them()):
