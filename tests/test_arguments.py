@@ -312,7 +312,6 @@ def test_the_name_of_an_environment_variable_is_no_secret(tmp_path: Path):
             ],
             ["4 x --num-layers-per-virtual-pipeline-stage 2 must divide --num-layers 36"],
         ),
-        (["--moe-grouped-gemm"], ["one after the other", "leave it out"]),
         (["--attention-dropout", "0.1"], ["expected 0", "found 0.1"]),
         (["--no-attention-softmax-in-fp32"], ["--no-attention-softmax-in-fp32: not supported"]),
         (["--sequence-parallel"], ["needs --tensor-model-parallel-size above 1"]),
