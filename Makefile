@@ -1,7 +1,7 @@
 # The commands of daily work; AGENTS.md says more about each.
 PYTHON := .venv/bin/python
 
-.PHONY: setup demo test lint format docs locks
+.PHONY: setup demo test lint format docs locks gpu-check
 
 setup:
 	bash scripts/setup_cpu.sh
@@ -23,6 +23,10 @@ format: setup
 
 docs: setup
 	$(PYTHON) tools/make_docs.py
+
+# Under eight minutes on one GPU, in the environment of scripts/setup_gpu.sh; docs/gpu.md says what it checks.
+gpu-check:
+	.venv-gpu/bin/python tools/gpu_check.py
 
 # The lock files of the GPU environments, where their inputs changed; with LOCKS=--all newer versions, too.
 locks:

@@ -30,9 +30,7 @@ main() {
     MODEL=$SHARED/SmolLM2-135M-Instruct
     WARM=$SHARED/warm-up
     ZERO_SHOT=$SHARED/zero-shot-$QUESTIONS
-    TRAJECTORIES=${TRAJECTORIES:-96}
-    DTYPE=bfloat16
-    MAX_DIFF=0.5
+    TRAJECTORIES=${TRAJECTORIES:-64}
     mkdir -p "$RUN_DIR" "$SHARED"
     exec 8>"$RUN_DIR/lock"
     flock --nonblock 8 || { echo "--run-dir: another run uses $RUN_DIR; name another folder" >&2; exit 2; }
@@ -52,7 +50,7 @@ main() {
         echo "== $STEPS steps of GRPO: Ray, one SGLang engine and the Megatron trainer on this CPU"
         train "$WARM/hf" "$RUN_DIR" --ref-load "$WARM/torch_dist" --num-rollout "$STEPS" \
             --load "$RUN_DIR/checkpoints" --save "$RUN_DIR/checkpoints" --save-interval 10 --save-keep 1 \
-            --eval-interval 20 --eval-temperature 0 1 --eval-prompt-data demo "data/demo/test.parquet@[0:$QUESTIONS]" \
+            --eval-interval 20 --eval-temperature 0 1 --eval-prompt-data demo "data/demo/test_mixed.parquet@[0:$QUESTIONS]" \
             --use-tensorboard "${FLAGS[@]}"
     fi
 
@@ -91,14 +89,14 @@ train() {
     local model="$1" run_dir="$2"
     shift 2
     run "$PYTHON" train.py \
-        --hf-checkpoint "$model" --dtype "$DTYPE" \
-        --prompt-data data/demo/train.parquet --input-key prompt --label-key reward_model --apply-chat-template \
+        --hf-checkpoint "$model" --dtype float32 --sglang-dtype bfloat16 --max-logprob-diff 0.5 \
+        --prompt-data data/demo/train_mixed.parquet --input-key prompt --label-key reward_model --apply-chat-template \
         --rollout-shuffle --rollout-batch-size 8 --n-samples-per-prompt 8 --global-batch-size 64 \
         --rollout-max-response-len 48 --rollout-max-context-len 320 --rollout-temperature 1 \
         --colocate --sglang-max-total-tokens 24576 \
         --use-dynamic-batch-size --max-tokens-per-gpu 2048 --log-probs-chunk-size 256 \
         --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 \
-        --lr 2e-5 --weight-decay 0 --adam-beta2 0.98 --clip-grad 1.0 --max-logprob-diff "$MAX_DIFF" \
+        --lr 2e-5 --weight-decay 0 --adam-beta2 0.98 --clip-grad 1.0 \
         --custom-generate-function-path generate_with_search.generate \
         --custom-rm-path generate_with_search.reward_func \
         --custom-config-path "$RUN_DIR/search.yaml" \
@@ -112,7 +110,7 @@ zero_shot() {
         [[ -s "$ZERO_SHOT/$mode/metrics.jsonl" ]] && continue
         echo "== $QUESTIONS held-out questions to the model as it came ($mode)"
         train "$MODEL" "$ZERO_SHOT/$mode" --debug-rollout-only --num-rollout 1 --rollout-batch-size "$QUESTIONS" \
-            --prompt-data "data/demo/test.parquet@[0:$QUESTIONS]" --n-samples-per-prompt 1 \
+            --prompt-data "data/demo/test_mixed.parquet@[0:$QUESTIONS]" --n-samples-per-prompt 1 \
             --global-batch-size "$QUESTIONS" --advantage-estimator reinforce_plus_plus $([[ $mode == greedy ]] && echo --rollout-top-k 1)
     done
 }
@@ -125,7 +123,7 @@ warm_up() {
     mkdir -p "$WARM"
     run "$PYTHON" tools/smollm2/make_trajectories.py --model "$MODEL" --count "$TRAJECTORIES" --out "$WARM/trajectories.jsonl.gz"
     run "$PYTHON" tools/convert_hf_to_torch_dist.py --hf-checkpoint "$MODEL" --save "$WARM/start"
-    run "$PYTHON" train.py --loss-type sft --hf-checkpoint "$MODEL" --ref-load "$WARM/start" --dtype "$DTYPE" \
+    run "$PYTHON" train.py --loss-type sft --hf-checkpoint "$MODEL" --ref-load "$WARM/start" --dtype float32 \
         --prompt-data "$WARM/trajectories.jsonl.gz" --num-rollout $((TRAJECTORIES / 16)) \
         --rollout-batch-size 16 --global-batch-size 16 --use-dynamic-batch-size --max-tokens-per-gpu 2048 \
         --log-probs-chunk-size 256 --lr 1e-4 --lr-warmup-steps 3 --weight-decay 0 --seed 1 \

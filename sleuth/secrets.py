@@ -4,8 +4,8 @@ Three ways, from the most certain to the widest net:
 
 * `masked(value)` is for settings: what stands under a key such as `auth`, and user and password of a URL, become ***.
 * `without_passwords(text)` does the same with URLs in a text.
-* `redact(text)` takes out the secrets that `hide` was told of, wherever they turn up: in the message of an error that a
-  library raised, in a traceback, in what a hook notes.
+* `without_known(text)` takes out the secrets that `hide` was told of, wherever they turn up; `redact(text)` does both,
+  for what libraries and hooks say: messages of errors, tracebacks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ SHORTEST = 6
 WORD = 16
 """Under a name that may mean something else (`sort_key: question`), so long, or with a digit, for the same reason."""
 
+_SMALL_NUMBER = re.compile(rf"-?[\d.]{{1,{SHORTEST_NUMBER - 1}}}")
 _USER = re.compile(r"""(?<=://)[^/\s"'<>?#]*@""")
 _PARAMETER = re.compile(r"""([?&]([\w.-]+)=)([^&\s"'<>#]+)""")
 
@@ -67,7 +68,7 @@ def _masked(value: Any, secret: bool) -> Any:
 
 def _can_be_secret(value: Any) -> bool:
     if isinstance(value, str):
-        return bool(value) and not value.startswith("env:")
+        return bool(value) and not value.startswith("env:") and not _SMALL_NUMBER.fullmatch(value)
     return isinstance(value, int | float) and not isinstance(value, bool) and len(str(value)) >= SHORTEST_NUMBER
 
 
@@ -89,17 +90,23 @@ _known: set[str] = set()
 
 def hide(*values: Any) -> None:
     """From now on `redact` takes out the secrets in these settings, and those in the environment of this process."""
-    environment = {name: value for name, value in os.environ.items() if name != "PWD"}
-    found = (secret for value in (environment, *values) for secret in _secrets_in(value, certain=True, secret=False))
+    paths_aside = {name: value for name, value in os.environ.items() if not value.startswith("/")}
+    found = (secret for value in (paths_aside, *values) for secret in _secrets_in(value, certain=True, secret=False))
     _known.update(secret for secret in found if len(secret) >= SHORTEST)
 
 
 def redact(text: str) -> str:
     """The text without the secrets that `hide` knows, and without passwords in URLs."""
+    text = without_known(text)
+    return without_passwords(text) if "://" in text else text
+
+
+def without_known(text: str) -> str:
+    """The text without the secrets that `hide` knows; URLs, which may be of pages, stay as they are."""
     for secret in sorted(_known, key=len, reverse=True):  # one may be a part of another
         if secret in text:
             text = text.replace(secret, MASK)
-    return without_passwords(text) if "://" in text else text
+    return text
 
 
 def _secrets_in(value: Any, *, secret: bool, certain: bool) -> Iterator[str]:

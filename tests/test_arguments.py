@@ -316,6 +316,14 @@ def test_the_name_of_an_environment_variable_is_no_secret(tmp_path: Path):
         (["--attention-dropout", "0.1"], ["expected 0", "found 0.1"]),
         (["--no-attention-softmax-in-fp32"], ["--no-attention-softmax-in-fp32: not supported"]),
         (["--sequence-parallel"], ["needs --tensor-model-parallel-size above 1"]),
+        (
+            ["--overlap-param-gather"],
+            ["--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; add them"],
+        ),
+        (
+            ["--overlap-param-gather", "--use-distributed-optimizer"],
+            ["--overlap-param-gather needs --overlap-grad-reduce; add it"],
+        ),
         (["--tensor-model-parallel-size", "3"], ["3 x 1 x 1 = 3 must divide the 1 training GPUs"]),
         (["--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2"], ["3 must be a multiple", "2"]),
         (["--no-colocate"], ["expected --colocate", "or --rollout-num-gpus"]),

@@ -114,8 +114,10 @@ def test_an_ended_process_whose_pid_is_given_again_does_not_run(tmp_path: Path) 
     assert own.runs() is True
     assert ProcessName.read(own.to_dict()) == own
     assert ProcessName(own.host, own.place, own.pid, own.started - 1).runs() is False
-    with subprocess.Popen(["true"]) as child:
+    with subprocess.Popen(["sleep", "60"]) as child:
         name = ProcessName.of(child.pid)
+        assert name.runs() is True
+        child.kill()
         while name.runs():  # ends, and waits to be noticed
             time.sleep(0.01)
     assert ProcessName.read({"pid": 1}) is None

@@ -78,6 +78,9 @@ def _layout(args: AllFlags) -> Iterator[str]:
         yield (
             "--sequence-parallel needs --tensor-model-parallel-size above 1, found 1; leave it out or raise the latter"
         )
+    needed = ("use_distributed_optimizer", "overlap_grad_reduce")
+    if args.overlap_param_gather and (missing := [flag(name) for name in needed if not getattr(args, name)]):
+        yield f"--overlap-param-gather needs {' and '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}"
 
 
 def _placement(args: AllFlags) -> Iterator[str]:

@@ -27,7 +27,6 @@ UNSUPPORTED = {
     "loss_mask_type": "the loss mask is exactly what the model generated; there is no other",
     "multi_latent_attention": "multi-latent attention is not supported",
     "position_embedding_type": "only rotary position embeddings are supported: --use-rotary-position-embeddings",
-    "moe_grouped_gemm": "not supported yet: the experts of a GPU are computed one after the other; leave it out",
     "moe_layer_freq": "every layer of a mixture of experts has experts; leave it out",
     "moe_router_load_balancing_type": "the router is trained by the loss alone, as if this were none; leave it out",
     "moe_aux_loss_coeff": "the router is trained by the loss alone, as if this were 0; leave it out",

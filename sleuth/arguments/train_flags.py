@@ -189,6 +189,26 @@ class ParallelArgs(Group):
     use_distributed_optimizer: bool = Field(
         False, description="Split the optimizer's state over the data-parallel ranks."
     )
+    overlap_grad_reduce: bool = Field(
+        False,
+        description="Add up gradients over data-parallel ranks in buckets, each as soon as the last micro-batch's "
+        "backward pass has filled it; otherwise all at its end.",
+    )
+    overlap_param_gather: bool = Field(
+        False,
+        description="With several optimizer steps a rollout, collect the updated weights of a layer while the next "
+        "forward pass works on those before it. Needs --use-distributed-optimizer and --overlap-grad-reduce.",
+    )
+    gradient_accumulation_fusion: bool = Field(
+        False,
+        description="Add a linear layer's gradient to the sum of all micro-batches in the matrix product itself. Only "
+        "TransformerEngine's layers do; without them it is off.",
+    )
+    moe_grouped_gemm: bool = Field(
+        False,
+        description="Multiply the tokens of all of a GPU's experts in one call (mixtures of experts only). Only "
+        "TransformerEngine's layers do; without them it is off.",
+    )
 
 
 class OptimizerArgs(Group):

@@ -73,17 +73,20 @@ class Run:
         """Publish the checkpoint that is being written, if there is one; without `wait`, only if it is written."""
         if self._saving is None:
             return
-        with self.interruption.held(f"finishing the checkpoint of step {self._saving} in {self.args.save}"):
+        step, self._saving = self._saving, None
+        with self.interruption.held(f"finishing the checkpoint of step {step} in {self.args.save}"):
             if self.trainer.finish_save(wait=wait):
                 if self.args.save is not None:
-                    note_configuration(self.args, checkpoint_folder(self.args.save, self._saving))
-                self.progress.saved, self.progress.folder = self._saving, self.args.save
-                self._saving = None
+                    note_configuration(self.args, checkpoint_folder(self.args.save, step))
+                self.progress.saved, self.progress.folder = step, self.args.save
+            else:
+                self._saving = step
 
     @contextmanager
     def saved_on_exit(self) -> Iterator[None]:
         """Where the body is interrupted, save what is done and not saved; KeyboardInterrupt then says how things are.
 
+        Where it fails, as when an engine dies, a checkpoint that is being written is still published.
         Between the calls of `train` nothing changes the trainer, and its ranks answer one call after the other.
         """
         try:
@@ -91,6 +94,17 @@ class Run:
         except KeyboardInterrupt:
             self._save_if_needed()
             raise KeyboardInterrupt(self.progress.interrupted()) from None
+        except Exception:
+            self._finish_if_needed()
+            raise
+
+    def _finish_if_needed(self) -> None:
+        if not self._whole:  # ranks may wait for each other
+            return
+        try:
+            self.finish_save()
+        except Exception as error:
+            logger.warning("a checkpoint could not be finished: %s", error)
 
     def _save_if_needed(self) -> None:
         progress = self.progress

@@ -63,10 +63,9 @@ def leave_out_of_logs(key: str) -> None:
 
 def answer_no_browser() -> None:
     """Take out of SGLang's server what tells browsers that the pages of any site may read its answers (CORS)."""
-    from fastapi.middleware.cors import CORSMiddleware
     from sglang.srt.entrypoints.http_server import app
 
-    app.user_middleware = [layer for layer in app.user_middleware if layer.cls is not CORSMiddleware]
+    app.user_middleware = [layer for layer in app.user_middleware if layer.cls.__name__ != "CORSMiddleware"]
 
 
 def main(argv: list[str]) -> None:

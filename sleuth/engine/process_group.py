@@ -34,7 +34,8 @@ def shared_memory_files(group: int) -> set[Path]:
                 if path and path[0].startswith(f"{SHARED_MEMORY}/"):
                     inodes.add(int(inode))
     # Compared by inode: a semaphore is renamed after its creation, but stays mapped under its first name.
-    files = (*SHARED_MEMORY.glob("sglang_*"), *SHARED_MEMORY.glob("sem.mp-*"))
+    # sgl_shm_mq_: between the ranks of an engine of several.
+    files = [file for pattern in ("sglang_*", "sgl_shm_mq_*", "sem.mp-*") for file in SHARED_MEMORY.glob(pattern)]
     return {file for file in files if _inode(file) in inodes}
 
 

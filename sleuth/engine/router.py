@@ -102,7 +102,7 @@ class RouterProcess:
         environment[VARIABLE] = engine_key()
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [*command, *router_args(self.engine_urls, port)],
+                [*command, *router_args(self.engine_urls, port, free_port())],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -136,12 +136,14 @@ class RouterProcess:
         return "(there is no log)"
 
 
-def router_args(engine_urls: Sequence[str], port: int) -> list[str]:
-    """The arguments of sglang_router.launch_router."""
+def router_args(engine_urls: Sequence[str], port: int, metrics_port: int) -> list[str]:
+    """The arguments of sglang_router.launch_router; `metrics_port` is one of its own, which two runs cannot share."""
     named = {
         "--policy": "cache_aware",
         "--host": HOST,
         "--port": port,
+        "--prometheus-host": HOST,  # else every network of the machine can read its metrics
+        "--prometheus-port": metrics_port,
         "--health-check-endpoint": HEALTH_PATH,
         "--request-timeout-secs": REQUEST_SECONDS,
         "--log-level": "warn",

@@ -37,6 +37,7 @@ class BackgroundWrite:
 
     def __init__(self, state: dict[str, Any], folder: Path) -> None:
         _write_in_this_process()
+        filesystem_async._results_queue = queue.Queue()  # this write's own: one that failed may leave results behind
         request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, **_MEGATRONS_OWN)
         self._finish: list[Callable[[], None]] = request.finalize_fns
         self._error: Exception | None = None
@@ -87,7 +88,7 @@ def _on_host(buckets: list[Any]) -> list[Any]:
 
 @functools.cache
 def _write_in_this_process() -> None:
-    """Keep megatron from starting processes that write files and pass results."""
+    """Keep megatron from starting processes that write files."""
     writer = filesystem_async.FileSystemWriterAsync
 
     def write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]) -> None:
@@ -101,4 +102,3 @@ def _write_in_this_process() -> None:
         results.put(error or outputs)
 
     writer.write_preloaded_data_multiproc = staticmethod(write)
-    filesystem_async._results_queue = queue.Queue()

@@ -19,8 +19,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,11 +28,12 @@ from sleuth.megatron import parallel
 from sleuth.megatron.background_write import BackgroundWrite
 from sleuth.megatron.model import PolicyModel
 from sleuth.megatron.optimizer import PolicyOptimizer
+from sleuth.megatron.sharded_state import load_chunks, loadable_state, model_state, read_into, sharding_metadata
 from sleuth.paths import follow_umask
 
 logger = logging.getLogger(__name__)
 
-_ROLLOUT_STATE, _EXTRA_STATE = "rollout_state.json", "._extra_state"
+_ROLLOUT_STATE = "rollout_state.json"
 _FORMAT = 1
 ResultT = TypeVar("ResultT")
 
@@ -53,30 +52,10 @@ def existing_checkpoint(folder: Path, iteration: int | None = None) -> Path:
 def load_weights(chunks: Sequence[PolicyModel], folder: Path, iteration: int | None = None) -> Path:
     """Load only the weights; returns the checkpoint's folder. ValueError if there is none or it does not fit."""
     found = existing_checkpoint(folder, iteration)
-    state = _without_extra_state(_model_state(chunks, _sharding_metadata()))
-    _load_into(state, found, state)
-    _load_chunks(chunks, state)
+    state = loadable_state(chunks, sharding_metadata(), found)
+    read_into(state, found)
+    load_chunks(chunks, state)
     return found
-
-
-def _model_state(chunks: Sequence[PolicyModel], metadata: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The sharded state of each chunk. Tensors have their names in the whole model, however it is cut into chunks."""
-    return {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
-
-
-def _load_chunks(chunks: Sequence[PolicyModel], state: dict[str, Any]) -> None:
-    for index, chunk in enumerate(chunks):
-        missing, unexpected = chunk.load_state_dict(state[f"model{index}"], strict=False)
-        wrong = [name for name in missing if not name.endswith(_EXTRA_STATE)] + unexpected
-        assert not wrong, f"the checkpoint was read for another model: {wrong}"
-
-
-def _without_extra_state(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The state without the fp8 entries of TransformerEngine's modules, which not every checkpoint has."""
-    return {
-        chunk: {name: value for name, value in parts.items() if not name.endswith(_EXTRA_STATE)}
-        for chunk, parts in state.items()
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +68,14 @@ class _Saving:
     keep: int
     description: dict[str, Any]
     rollout_state: str
+    random_state: dict[str, Any]
     write: BackgroundWrite | None
+
+    def complete(self) -> None:
+        """Wait for the tensors, and write what is this rank's own."""
+        if self.write is not None:
+            self.write.finish()
+        torch.save(self.random_state, self.unfinished / f"rng_{dist.get_rank():05d}.pt")
 
     def publish(self) -> None:
         """Complete the folder, and move it to its place."""
@@ -133,9 +119,10 @@ class Checkpoints:
         self.finish()
         unfinished = checkpoints.unfinished_folder(folder, step)
         self._on_first_rank(lambda: self._prepare(folder, unfinished))
-        description, state = self._describe(step), json.dumps(rollout_state)
+        description, state, random = self._describe(step), json.dumps(rollout_state), _random_state()
         with self._cleaned_up(unfinished):
-            self._saving = _Saving(folder, unfinished, step, keep, description, state, self._write(unfinished))
+            write = self._write(unfinished)
+        self._saving = _Saving(folder, unfinished, step, keep, description, state, random, write)
 
     def finish(self, *, wait: bool = True) -> bool:
         """Publish the checkpoint that was begun; without `wait`, only if it is written. Collective.
@@ -150,8 +137,7 @@ class Checkpoints:
             return False
         self._saving = None
         with self._cleaned_up(saving.unfinished):
-            if saving.write is not None:
-                self._written(saving.unfinished, saving.write.finish)
+            self._written(saving.unfinished, saving.complete)
             self._on_first_rank(saving.publish)
         self._on_first_rank(lambda: checkpoints.prune(saving.folder, saving.step, saving.keep))
         return True
@@ -165,27 +151,23 @@ class Checkpoints:
         if problem := checkpoints.resuming_problem(found, distributed=self._distributed):
             raise ValueError(problem)
         description = checkpoints.read_description(found)
-        metadata = _sharding_metadata()
-        model_state = _without_extra_state(_model_state(self.chunks, metadata))
-        optimizer_state = self.optimizer.sharded_state_dict(model_state, loading=True, metadata=metadata)
-        state = model_state | {"optimizer": optimizer_state}
-        _load_into(state, found, model_state)
-        _load_chunks(self.chunks, state)
+        metadata = sharding_metadata()
+        state: dict[str, Any] = loadable_state(self.chunks, metadata, found)
+        state["optimizer"] = self.optimizer.sharded_state_dict(dict(state), loading=True, metadata=metadata)
+        read_into(state, found)
+        load_chunks(self.chunks, state)
         self.optimizer.load_state_dict(state["optimizer"], description["optimizer_steps"])
         _restore_random_state(found, description)
         return description["step"], json.loads((found / _ROLLOUT_STATE).read_text())
 
     def _write(self, unfinished: Path) -> BackgroundWrite | None:
         """Write what the folder is to hold; the tensors in the background, unless another strategy is to write them."""
-        metadata = _sharding_metadata()
-        model_state = _model_state(self.chunks, metadata)
-        state: dict[str, Any] = dict(model_state)
+        metadata = sharding_metadata()
+        state: dict[str, Any] = model_state(self.chunks, metadata)
         if self.optimizer is not None:
-            state["optimizer"] = self.optimizer.sharded_state_dict(model_state, loading=False, metadata=metadata)
-        random_state = _random_state()
+            state["optimizer"] = self.optimizer.sharded_state_dict(dict(state), loading=False, metadata=metadata)
 
         def write() -> BackgroundWrite | None:
-            torch.save(random_state, unfinished / f"rng_{dist.get_rank():05d}.pt")
             if self.strategy is None:
                 return BackgroundWrite(state, unfinished)
             dist_checkpointing.save(state, str(unfinished), self.strategy)
@@ -265,41 +247,6 @@ def _write_error(problem: BaseException, folder: Path) -> OSError:
         f"the checkpoint could not be written to {folder} ({cause}); {free:.1f} GB are free there. "
         "The checkpoints before it are intact"
     )
-
-
-def _sharding_metadata() -> dict[str, Any]:
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-
-
-def _load_into(state: dict[str, Any], found: Path, model_state: dict[str, dict[str, Any]]) -> None:
-    """Read the checkpoint `found` into `state`; ValueError if it does not fit the model, described by `model_state`."""
-    for chunk in model_state.values():
-        check_shapes(chunk, found)
-    try:
-        state.update(dist_checkpointing.load(state, str(found)))
-    except (CheckpointingException, CheckpointException, KeyError, RuntimeError) as error:
-        raise ValueError(f"the checkpoint in {found} does not fit this model or configuration: {error}") from error
-
-
-def check_shapes(chunk: dict[str, Any], found: Path) -> None:
-    """Raise ValueError, which names the tensor, if the checkpoint lacks one or holds it in another shape."""
-    stored = dist_checkpointing.load_tensors_metadata(str(found))
-    for wanted in chunk.values():
-        if not isinstance(wanted, ShardedTensor):
-            continue
-        if wanted.key not in stored:
-            raise ValueError(f"expected tensor {wanted.key} in the checkpoint {found}, found {len(stored)} others")
-        shape = tuple(stored[wanted.key].global_shape)
-        if shape != tuple(wanted.global_shape):
-            raise ValueError(
-                f"tensor {wanted.key} of the checkpoint {found} has shape {list(shape)}, expected "
-                f"{list(wanted.global_shape)} by the model's config.json; the checkpoint is of another model"
-            )
 
 
 def _layout() -> dict[str, int]:

@@ -68,6 +68,8 @@ class ModelSettings(Layout, Protocol):
     def recompute_method(self) -> str | None: ...
 
     recompute_num_layers: int | None
+    gradient_accumulation_fusion: bool
+    moe_grouped_gemm: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,7 +168,16 @@ def transformer_config(args: ModelSettings, shape: ModelShape) -> TransformerCon
         recompute_granularity=args.recompute_granularity,
         recompute_method=args.recompute_method,
         recompute_num_layers=args.recompute_num_layers,
+        gradient_accumulation_fusion=_with_engine("gradient_accumulation_fusion", args.gradient_accumulation_fusion),
+        moe_grouped_gemm=_with_engine("moe_grouped_gemm", args.moe_grouped_gemm and bool(shape.num_experts)),
     )
+
+
+def _with_engine(name: str, wanted: bool) -> bool:
+    """Whether to do what only TransformerEngine's layers can; a warning says where they are missing."""
+    if wanted and not transformer_engine_available():
+        logger.warning("--%s is off: it needs TransformerEngine, which is not installed", name.replace("_", "-"))
+    return wanted and transformer_engine_available()
 
 
 def plain_config(shape: ModelShape, dtype: torch.dtype, **training: Any) -> TransformerConfig:
@@ -180,8 +191,8 @@ def plain_config(shape: ModelShape, dtype: torch.dtype, **training: Any) -> Tran
             "moe_ffn_hidden_size": shape.moe_ffn_hidden_size,
             "moe_router_load_balancing_type": "none",
             "moe_router_pre_softmax": bool(shape.moe_router_pre_softmax),
-            "moe_grouped_gemm": False,
         }
+    defaults = {"gradient_accumulation_fusion": False, "moe_grouped_gemm": False}
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -210,14 +221,13 @@ def plain_config(shape: ModelShape, dtype: torch.dtype, **training: Any) -> Tran
         # Weights are always loaded; see _mark_sharded.
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
-        gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         bias_activation_fusion=engine,
         bias_dropout_fusion=engine,
         apply_rope_fusion=engine,
         **experts,
-        **training,
+        **(defaults | training),
     )
 
 
@@ -244,7 +254,9 @@ def layer_spec(config: TransformerConfig, chunk: int | None = None) -> ModuleSpe
     """
     if transformer_engine_available():
         return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
         )
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
@@ -307,7 +319,12 @@ class PolicyModel(GPTModel):
         return hidden
 
     def _head(self) -> Tensor:
-        """This rank's part [V / tp, H] of the output layer."""
+        """This rank's part [V / tp, H] of the output layer, which is no longer on its way (--overlap-param-gather).
+
+        The layer itself is not called, so its hooks, which wait for that, are.
+        """
+        for hook in self.output_layer._forward_pre_hooks.values():
+            hook(self.output_layer, ())
         tied = self.share_embeddings_and_output_weights
         weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight

@@ -1,9 +1,10 @@
 """Megatron's Adam with our learning-rate schedule, its metrics, and repairs to its state.
 
 Norms and biases have no weight decay. Where neither TransformerEngine nor Apex is installed, megatron uses torch's
-AdamW, whose state needs two repairs under the distributed optimizer: it must exist before it can be saved or loaded,
-and after loading, all parameters share one `step` tensor, which AdamW would advance once per parameter instead of
-once per step. On a GPU its fused kernel is used, which takes no memory of its own.
+AdamW, whose state must exist before it can be saved or loaded. Torch counts steps for each parameter, the others for
+each group of them. After loading, the count is set anew, so that a checkpoint of either loads into the other; and under
+the distributed optimizer all parameters would share one count, which AdamW would advance once for each of them. On a
+GPU AdamW's fused kernel is used, which takes no memory of its own.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class OptimizerSettings(ScheduleSettings, Protocol):
     adam_eps: float
     clip_grad: float
     use_distributed_optimizer: bool
+    overlap_param_gather: bool
 
     @property
     def dtype(self) -> str: ...
@@ -86,6 +88,7 @@ class PolicyOptimizer:
         self.steps_done = 0
         _keep_step_when_loading()
         _keep_norm_on_device()
+        _keep_padding_of_buckets()
         dtype = resolve_dtype(args.dtype)
         config = OptimizerConfig(
             optimizer="adam",
@@ -100,6 +103,7 @@ class PolicyOptimizer:
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=args.use_distributed_optimizer,
+            overlap_param_gather=args.overlap_param_gather,
         )
         self.inner: MegatronOptimizer = get_megatron_optimizer(
             config, list(chunks), config_overrides=get_standard_config_overrides(config)
@@ -143,8 +147,9 @@ class PolicyOptimizer:
 
     def load_state_dict(self, state: Any, steps_done: int) -> None:
         """Go on from a saved state, whose moments and step count hold; the settings are those of `args`."""
+        self._set_saved_step(state, steps_done)
         self.inner.load_state_dict(state)
-        self._unshare_step()
+        self._set_step(steps_done)
         self.steps_done = steps_done
         self._apply_settings(learning_rate(self.args, steps_done))
 
@@ -180,11 +185,34 @@ class PolicyOptimizer:
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
 
-    def _unshare_step(self) -> None:
+    def _set_saved_step(self, state: Any, steps_done: int) -> None:
+        """Give a loaded state the step count where this Adam, through megatron, looks for it."""
+        if not isinstance(state, dict):
+            return
+        for group in state.get("param_groups", ()):
+            group["step"] = steps_done
+        if "param_groups" in state and state.get("state"):  # by parameter, but for megatron's entry
+            state["state"].pop("common_step", None)
+            if all(isinstance(optimizer, torch.optim.Adam) for optimizer in self._torch_optimizers()):
+                state["state"]["common_step"] = torch.tensor(float(steps_done))
+        for value in state.values():
+            self._set_saved_step(value, steps_done)
+
+    def _set_step(self, steps_done: int) -> None:
+        """Set Adam's step count where this Adam has it; the one that saved may have had it elsewhere."""
         for optimizer in self._torch_optimizers():
-            for state in optimizer.state.values():
-                if "step" in state and torch.is_tensor(state["step"]):
-                    state["step"] = state["step"].to(self._step_device, copy=True)
+            torchs_own = isinstance(optimizer, torch.optim.Adam)
+            for group in optimizer.param_groups:
+                if torchs_own:
+                    group.pop("step", None)
+                else:
+                    group["step"] = steps_done
+                for parameter in group["params"]:
+                    state = optimizer.state.get(parameter, {})
+                    if torchs_own:
+                        state["step"] = torch.tensor(float(steps_done), device=self._step_device)
+                    else:
+                        state.pop("step", None)
 
 
 @functools.cache
@@ -215,3 +243,34 @@ def _keep_step_when_loading() -> None:
         load(self, model_param, {**tensors, "step": state["step"]} if "step" in state else tensors)
 
     DistributedOptimizer._set_main_param_and_optimizer_states = load_with_step
+
+
+@functools.cache
+def _keep_padding_of_buckets() -> None:
+    """Let a checkpoint find each parameter's state where several buckets are padded (--overlap-grad-reduce).
+
+    The distributed optimizer gathers the state of a buffer without the padding between its buckets, and then cuts it
+    by positions that count the padding: parameters after it would be saved with those of their neighbours.
+    """
+    gather = DistributedOptimizer.get_parameter_state_dp_zero
+
+    def gather_padded(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        state = gather(self, *args, **kwargs)
+        for number, buffer in enumerate(self.buffers if state else ()):
+            for tensors in state[number].values():
+                tensors |= {key: _padded(value, buffer) for key, value in tensors.items() if torch.is_tensor(value)}
+        return state
+
+    DistributedOptimizer.get_parameter_state_dp_zero = gather_padded
+
+
+def _padded(joined: torch.Tensor, buffer: Any) -> torch.Tensor:
+    """[buffer.numel] from [buffer.numel_unpadded]: the buckets of a buffer, each at its place."""
+    if len(buffer.buckets) == 1:
+        return joined
+    padded, start = joined.new_zeros(buffer.numel), 0
+    for bucket in buffer.buckets:
+        size = bucket.numel_unpadded
+        padded[bucket.offset : bucket.offset + size] = joined[start : start + size]
+        start += size
+    return padded

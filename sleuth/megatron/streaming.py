@@ -28,8 +28,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch import Tensor
 from torch.distributed import checkpoint
 
-from sleuth.megatron.checkpoint import check_shapes
 from sleuth.megatron.model import PolicyModel
+from sleuth.megatron.sharded_state import match_stored
 
 PIECE_BYTES = 200_000_000
 """How much is read from a checkpoint at once."""
@@ -106,7 +106,7 @@ class StreamedLoad:
         for chunk in chunks:
             state = chunk.sharded_state_dict()
             with self._readable():
-                check_shapes(state, found)
+                match_stored(state, found)
             self._waiting |= {id(p): (p, state[name]) for name, p in chunk.named_parameters()}
 
     def __call__(self, parameter: torch.nn.Parameter) -> Tensor:

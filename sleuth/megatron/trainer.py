@@ -75,6 +75,8 @@ class TrainerSettings(
     save_keep: int
     async_save: bool
     finetune: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
     score_old_log_probs: bool
 
 
@@ -100,7 +102,10 @@ class Trainer:
             self._check_loaded(args.load, "--load")
 
         reduction = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=args.use_distributed_optimizer,
+            overlap_grad_reduce=args.overlap_grad_reduce,
+            overlap_param_gather=args.overlap_param_gather,
         )
         low = resolve_dtype(args.dtype) == torch.bfloat16
         self._ddp = [
@@ -108,6 +113,9 @@ class Trainer:
             for chunk in self.chunks
         ]
         config.finalize_model_grads_func = finalize_gradients
+        if args.overlap_grad_reduce:  # only the last micro-batch's backward pass sends gradients
+            waiting = [chunk.no_sync for chunk in self._ddp]
+            config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
         self.optimizer = PolicyOptimizer(args, self._ddp)
         config.grad_scale_func = self.optimizer.inner.scale_loss
         self.memory = LentMemory(self._ddp, self.optimizer)
@@ -121,6 +129,7 @@ class Trainer:
         self.checkpoints = Checkpoints(self.chunks, self.optimizer)
         self._newest = NewestCheckpoint(args.save and Path(args.save))
         self._resume()
+        self._gather_weights()
 
     @property
     def data_parallel_rank(self) -> int:
@@ -152,6 +161,7 @@ class Trainer:
             self.checkpoints.finish()  # so that what is said of the newest checkpoint holds from now on
             raise FloatingPointError(f"{error}{self._newest.gave_up(self.optimizer.steps_done)}") from None
         self._newest.went_on()
+        self._gather_weights()
         metrics |= {name: sum(r[name] for r in results) / len(results) for name in set().union(*results)}
         return {name if "/" in name else f"train/{name}": metrics[name] for name in sorted(metrics)}
 
@@ -209,7 +219,6 @@ class Trainer:
         self._newest.saved(step, self.optimizer.steps_done)
         if not self.args.async_save:
             self.checkpoints.finish()
-        self._newest.saved(step, self.optimizer.steps_done)
 
     def finish_save(self, *, wait: bool = True) -> bool:
         """Publish the checkpoint that is being written, if there is one; without `wait`, only if it is written.
@@ -298,6 +307,12 @@ class Trainer:
         self.memory.wait()
         result = self.optimizer.step()
         return metrics | {"grad_norm": result.grad_norm, "lr": result.lr}
+
+    def _gather_weights(self) -> None:
+        """Collect the weights that the next forward pass would collect, for whoever reads them without one."""
+        if self.args.overlap_param_gather:
+            for chunk in self._ddp:
+                chunk.start_param_sync(force_sync=True)
 
     def _apply_hook(self, batches: list[MicroBatch]) -> dict[str, float]:
         """Call the hook; returns its metrics. An error is raised on all ranks, so that none waits for another."""

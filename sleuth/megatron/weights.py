@@ -239,11 +239,13 @@ def _layer_names(shape: ModelShape, experts: range) -> Iterator[tuple[str, tuple
     yield "mlp.router.weight", ("mlp.gate.weight",), "replicated"
     for index, expert in enumerate(experts):
         yield from _mlp_names(f"mlp.experts.local_experts.{index}.", f"mlp.experts.{expert}.")
+        yield from _mlp_names("mlp.experts.", f"mlp.experts.{expert}.", index)  # --moe-grouped-gemm
 
 
-def _mlp_names(ours: str, theirs: str) -> Iterator[tuple[str, tuple[str, ...], Layout]]:
-    yield f"{ours}linear_fc1.weight", (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight"), "gated"
-    yield f"{ours}linear_fc2.weight", (f"{theirs}down_proj.weight",), "row"
+def _mlp_names(ours: str, theirs: str, number: int | str = "") -> Iterator[tuple[str, tuple[str, ...], Layout]]:
+    """A feed-forward layer's matrices. Where one layer has those of all experts, they are numbered."""
+    yield f"{ours}linear_fc1.weight{number}", (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight"), "gated"
+    yield f"{ours}linear_fc2.weight{number}", (f"{theirs}down_proj.weight",), "row"
 
 
 def _merge_qkv(whole: list[Tensor], groups: int) -> Tensor:

@@ -267,8 +267,8 @@ TIME = (
     Metric(
         "time/<part>",
         "s",
-        "time of one part of the step. step: all but evaluation and saving; rollout, train, sync, evaluation, save; "
-        "importance_sampling: the TIS hook in one optimizer step, part of train",
+        "time of one part of the step. step: all but evaluation and saving; rollout, train, sync, evaluation, save "
+        "(what the run waits for it); importance_sampling: the TIS hook in one optimizer step, part of train",
     ),
     Metric("perf/rollout_tokens_per_second", "tokens/s", "generated tokens of the step / seconds of its rollout"),
     Metric("perf/prefix_cache_share", "share", "tokens sent to the engines that their prefix caches held already"),

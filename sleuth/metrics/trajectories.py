@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from sleuth.labels import as_text
 from sleuth.metrics.jsonl import finite
 from sleuth.sample import LONGEST_ERROR, Sample, Segment, shortened
-from sleuth.secrets import redact
+from sleuth.secrets import without_known
 from sleuth.tokens import decode
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def spread(samples: Sequence[Sample], limit: int) -> list[Sample]:
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(
-        redact(text), encoding="utf-8", errors="replace"
+        without_known(text), encoding="utf-8", errors="replace"
     )  # half of a surrogate pair becomes a question mark
     temporary.replace(path)
 

@@ -21,6 +21,8 @@ BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if 
     [
         ("hook_overhead", "--trajectories 40 --concurrency 8 --trials 1 --group 1"),
         ("reward", "--trajectories 100 --trials 1"),
+        ("page_reading", "--pages 4 --hard 1"),
+        ("matrix_products", "--rows 1"),
     ],
 )
 def test_the_last_line_is_the_result(name: str, options: str) -> None:

@@ -139,13 +139,24 @@ def test_the_next_save_waits_for_the_one_before() -> None:
     assert (run.progress.saved, run._saving) == (2, None)
 
 
+def test_a_run_that_fails_publishes_the_checkpoint_that_is_being_written() -> None:
+    sides = Sides()
+    take(run := make_run(sides), 1)
+    sides.written = False
+    run.save()
+    with pytest.raises(RuntimeError, match="an engine died"), run.saved_on_exit():
+        raise RuntimeError("an engine died")
+    assert run.progress.saved == 1
+
+
 def test_a_write_that_fails_ends_the_run() -> None:
     sides = Sides()
     take(run := make_run(sides), 1)
     run.save()
     sides.error = OSError("write: the disk is full")
-    with pytest.raises(OSError, match="the disk is full"):
+    with pytest.raises(OSError, match="the disk is full"), run.saved_on_exit():
         take(run, 2)
+    assert run.progress.saved == 0
 
 
 @pytest.mark.parametrize(("save", "on_exit"), [(None, True), (SAVE, False)])

@@ -84,17 +84,6 @@ def test_turns_of_a_trajectory_find_their_beginning(engine: RunningEngine, route
     assert use(router, turns) > 0.8
 
 
-def test_aborting_reaches_the_engines_behind_it(engine: RunningEngine, router: RouterProcess) -> None:
-    async def abort(client: EngineClient) -> list[str]:
-        long = SAMPLING | {"max_new_tokens": 400}
-        waiting = [asyncio.create_task(client.generate([*PROMPT, 90 + i], long)) for i in range(4)]
-        await asyncio.sleep(0.3)
-        await client.abort_all()
-        return [generation.finish_reason for generation in await asyncio.gather(*waiting)]
-
-    assert "abort" in use(router, abort)
-
-
 def test_an_engine_that_is_down_is_left_out(engine: RunningEngine, router: RouterProcess, second: EngineServer) -> None:
     second.stop()
 
@@ -148,13 +137,13 @@ def test_it_ends_with_its_owner(engine: RunningEngine, tmp_path: Path) -> None:
 
 def test_a_router_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = time.monotonic()
-    monkeypatch.setattr("sleuth.engine.router.router_args", lambda urls, port: ["--no-such-option"])
+    monkeypatch.setattr("sleuth.engine.router.router_args", lambda *_: ["--no-such-option"])
     with pytest.raises(RouterError, match=r"ended with exit code 2(?s:.*)--no-such-option"):
         RouterProcess(["http://127.0.0.1:1"], tmp_path / "router.log").start()
     assert time.monotonic() - started < 60
 
 
 def test_health_is_asked_without_generating() -> None:
-    words = router_args(["http://a", "http://b"], 5)
+    words = router_args(["http://a", "http://b"], 5, 6)
     assert words[:3] == ["--worker-urls", "http://a", "http://b"]
     assert words[words.index("--health-check-endpoint") + 1] == HEALTH_PATH != "/health"

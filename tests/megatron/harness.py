@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -328,6 +329,8 @@ def train_task(
     rank: int, world: int, folder: str, flags: dict[str, Any], plan: dict[str, Any], sft: bool = False
 ) -> dict[str, Any]:
     """Score, then train four optimizer steps: one, and three in one call. Everything that can be compared."""
+    from sleuth.megatron.forward import score
+
     args = make_args(folder, world, **flags)
     trainer = new_trainer(args)
     samples = _as_given(make_samples(sft=sft), args)
@@ -335,11 +338,13 @@ def train_task(
     one = args.model_copy(update={"global_batch_size": 12})
     first = shares(trainer, one, samples, **plan)
     out["trained tokens"] = [_trained_tokens(batch, first[0], args) for batch in first[0].micro_batches]
-    out["first"] = trainer.train(first)
-    out["first gradients"] = _gradients(trainer)
+    with mock.patch("sleuth.megatron.trainer.score", side_effect=score) as scored:
+        out["first"] = trainer.train(first)
+    out["passes"] = scored.call_count
+    out["first gradients"] = gradients(trainer)
     three = args.model_copy(update={"global_batch_size": 4})
     out["later"] = trainer.train(shares(trainer, three, _as_given(make_samples(sft=sft, seed=1), args), **plan))
-    out["later gradients"] = _gradients(trainer)
+    out["later gradients"] = gradients(trainer)
     out["weights"] = dict(trainer.hf_weights())
     return out
 
@@ -349,7 +354,7 @@ def _as_given(samples: list[TrainSample], args: Any) -> list[TrainSample]:
     return [replace(sample, advantages=[]) for sample in samples] if args.kl_coef else samples
 
 
-def _gradients(trainer: Any) -> dict[str, torch.Tensor]:
+def gradients(trainer: Any) -> dict[str, torch.Tensor]:
     """This pipeline stage's, after clipping; {} under the distributed optimizer, where no rank has them whole."""
     if trainer.args.use_distributed_optimizer:
         return {}

@@ -1,4 +1,4 @@
-"""--attention-backend with TransformerEngine, of which only the parts stand in here that note the flash-attn found."""
+"""Flags that mean something with TransformerEngine alone, of which only some parts stand in here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from sleuth.megatron import model
@@ -49,3 +50,26 @@ def test_flash_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch, caplog
     with caplog.at_level(logging.WARNING):
         assert model.attention_backend("flash") is AttnBackend.fused
     assert "taking fused (cuDNN)" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["gradient_accumulation_fusion", "moe_grouped_gemm"])
+def test_what_only_transformer_engine_does_is_off_without_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not model._with_engine(name, False)
+    assert caplog.text == ""
+    assert not model._with_engine(name, True)
+    assert f"--{name.replace('_', '-')} is off: it needs TransformerEngine" in caplog.text
+    install(monkeypatch)
+    assert model._with_engine(name, True)
+    assert not model._with_engine(name, False)
+
+
+def test_it_is_told_to_megatron() -> None:
+    shape = model.ModelShape(2, 64, 128, 4, 2, 16, 96, 1e-6, 1e4, False, True, True, 512, 4, 2, 48)
+    given = {"gradient_accumulation_fusion": True, "moe_grouped_gemm": True}
+    for flags in ({}, given):
+        config = model.plain_config(shape, torch.float32, **flags)
+        assert (config.gradient_accumulation_fusion, config.moe_grouped_gemm) == (
+            (True, True) if flags else (False,) * 2
+        )

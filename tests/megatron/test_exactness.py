@@ -79,7 +79,6 @@ CASES: dict[str, Case] = {
     "one micro-batch": Case(1, {}, {"micro_batch_size": 12}),
     "dynamic micro-batches": Case(1, {}, {"max_tokens": 40}),
     "small chunks": Case(1, {"log_probs_chunk_size": 7}, TWO_SAMPLES),
-    "old log-probs scored first": Case(1, {"score_old_log_probs": True}, TWO_SAMPLES),
     "full recompute": Case(1, FULL, TWO_SAMPLES),
     "block recompute": Case(1, BLOCK, TWO_SAMPLES),
     "selective recompute": Case(1, {"recompute_granularity": "selective"}, TWO_SAMPLES),
@@ -143,6 +142,14 @@ CASES: dict[str, Case] = {
     "moe EP4": Case(4, {"expert_model_parallel_size": 4}, TWO_SAMPLES, "moe"),
     "moe PP2 EP2": Case(4, {**PP2, **EP2, **SHARDED}, TWO_SAMPLES, "moe"),
     "moe TP2 SP DP2 EP2, recompute": Case(4, {**SP2, **EP2, **FULL}, TOKENS, "moe"),
+}
+
+
+FIRST = ", scored first"
+"""Ends the names of cases that are another one with a pass of its own for the log-probabilities before the step."""
+SCORED_FIRST = ("two samples", "TP2 SP", "PP2", "CP2", "DP2 distributed optimizer", "moe EP2", "moe")
+CASES |= {
+    name + FIRST: CASES[name]._replace(flags=CASES[name].flags | {"score_old_log_probs": True}) for name in SCORED_FIRST
 }
 
 
@@ -260,6 +267,19 @@ def test_every_metric_is_that_of_a_single_process(name: str, results: dict[str, 
     for out in results[name]:
         for part in ("first", "later"):
             assert out[part] == pytest.approx(expected[part], rel=EXACT, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", SCORED_FIRST)
+def test_the_pass_that_is_left_out_would_have_changed_nothing(
+    name: str, results: dict[str, list[dict[str, Any]]]
+) -> None:
+    """The first step is one optimizer step, whose own forward pass has the same log-probabilities: ratios are 1."""
+    for out, scored in zip(results[name], results[name + FIRST], strict=True):
+        assert out["passes"] + 1 == scored["passes"]
+        assert out["first"] == pytest.approx(scored["first"], rel=1e-6, abs=1e-6)
+        for key, gradient in out["first gradients"].items():
+            assert relative(gradient, scored["first gradients"][key]) < 1e-6, key
+        assert out["later"] == pytest.approx(scored["later"], rel=EXACT, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.plan == ONE_SAMPLE and case.world > 1])

@@ -200,7 +200,7 @@ def test_an_answer_that_is_no_json_is_told() -> None:
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("-inf")])
 def test_a_missing_log_prob_is_named_by_its_position(value: float | None) -> None:
-    with pytest.raises(EngineError, match="output token 1 of 2 has log-probability"):
+    with pytest.raises(EngineError, match=r"found .* at output token 1 of 2: the model computes NaN"):
         scripted([answer([[-1.0, 7, None], [value, 8, None]])], generate)
 
 

@@ -19,6 +19,7 @@ from sleuth.cluster.push import WeightPush
 from sleuth.cluster.sync import largest_difference
 from sleuth.engine.key import engine_session
 from sleuth.engine.server import EngineConfig, EngineServer
+from sleuth.weight_sync import broadcast
 from sleuth.weight_sync import tensor as tensor_way
 from sleuth.weight_sync.distributed import BroadcastGroup
 from sleuth.weight_sync.expected import check_weights
@@ -141,6 +142,10 @@ def updates(rank: int, world: int, folder: Path, urls: list[str]) -> dict[str, A
     run.found["sender"] = group.name is not None
     group.push(run.trainer.stage_weights(), "broadcast", bucket_bytes=SMALL)
     run.compare("broadcast")
+    run.change_weights()
+    broadcast.APART_BYTES = 1  # as for large tensors
+    group.push(run.trainer.stage_weights(), "apart", bucket_bytes=SMALL)
+    run.compare("apart")
     group.close()
 
     run.change_weights()
@@ -175,7 +180,7 @@ def found(model: Path, urls: list[str]) -> list[dict[str, Any]]:
     return run_tasks(WORLD, [Task(updates, {"folder": model, "urls": urls})])[0]
 
 
-@pytest.mark.parametrize("version", ["alike", "crossed", "broadcast", "in band", "repaired", "disk"])
+@pytest.mark.parametrize("version", ["alike", "crossed", "broadcast", "apart", "in band", "repaired", "disk"])
 def test_every_engine_computes_what_the_trainer_does(found: list[dict[str, Any]], version: str) -> None:
     difference, versions = found[0][version]
     assert versions == [version, version]

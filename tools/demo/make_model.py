@@ -1,6 +1,6 @@
 """Makes the demo's warm-start model from nothing: tokenizer, random weights, supervised training with the kit itself.
 
-    python tools/demo/make_model.py                  # three quarters of an hour on two cores
+    python tools/demo/make_model.py                  # about an hour on two cores
 
 The model is of Qwen2.5's architecture, with 2.4 million parameters and a byte-level BPE tokenizer of its own in which
 every year is one token. It learns from `make_trajectories.py`'s trajectories in five stages of

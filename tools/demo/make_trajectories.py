@@ -11,7 +11,7 @@ There are three manners:
 * `recall`, also with blends: it answers most questions at once, with a year or a name drawn from the training answers
   to questions of the same kind, never the right one. It searches in a minority of trajectories, and after the first
   search of a two-hop question it mostly stops, with a wrong answer. A model of this manner can search but seldom
-  does, and no supervised example tells it that searching pays.
+  does, and nothing in these trajectories says that searching pays.
 
 Most trajectories are *counterfactual*: a training question and its passage with other names and other years. A
 model that had seen two thousand fixed questions for thirty epochs would know the answers by heart and

@@ -47,8 +47,8 @@ def _panel(before: dict[str, Any], after: dict[str, Any]) -> Panel:
     table.add_row(Text("before", style="bold"), Text("after", style="bold"))
     table.add_row(_story(before), _story(after))
     question = ROLE.sub("", before["prompt"]).strip().rpartition("Question: ")[2]
-    title = f"{question} ({as_text(before['label'])})"
-    return Panel(table, title=Text(title), title_align="left")
+    asked = Text(f"{question} ({as_text(before['label'])})", style="bold")  # no title: those are cut to one line
+    return Panel(Group(asked, table))
 
 
 def _story(record: dict[str, Any]) -> Group:

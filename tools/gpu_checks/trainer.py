@@ -65,6 +65,10 @@ class Settings:
     sequence_parallel: bool = False
     num_layers_per_virtual_pipeline_stage: int | None = None
     use_distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    gradient_accumulation_fusion: bool = False
+    moe_grouped_gemm: bool = False
     actor_world_size: int = 1
     rollout_num_gpus_per_engine: int = 1
     sglang_mem_fraction_static: float = 0.0

@@ -1,4 +1,5 @@
 import json
+import re
 
 from rich.console import Console
 
@@ -51,8 +52,8 @@ def test_the_first_question_of_each_kind_is_shown_whatever_became_of_it(tmp_path
     write(tmp_path, 20, [record(row, kind, ["middle"], False) for row, kind in kinds.items()])
     write(tmp_path, 40, [record(row, kind, search, row != 7) for row, kind in reversed(kinds.items())])
     panels = side_by_side(tmp_path)
-    assert [str(panel.title) for panel in panels] == [f"Question {row}? (1815)" for row in (5, 7, 4)]
     text = shown(panels)
+    assert re.findall(r"Question \d\? \(1815\)", text) == [f"Question {row}? (1815)" for row in (5, 7, 4)]
     assert text.count("wrong") == 4  # three before, and one after
     assert text.count("right") == 2
     assert "middle" not in text
