@@ -18,6 +18,8 @@ from tests.e2e.test_resume import content
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
 STEPS = 4
+SAMPLES = 32
+"""Of one step, by the fixture `flags`."""
 
 
 def recorded(save: Path, step: int) -> dict[Key, Sample]:
@@ -51,7 +53,7 @@ def test_no_sample_is_lost_or_made_twice_however_often_a_run_is_killed(flags: li
     moments = {
         "samples of the first step": (1, lambda: len(recorded(save, 1)) >= 3),
         "samples of a step after a checkpoint": (3, lambda: len(recorded(save, 3)) >= 3),
-        "training on the last step": (4, lambda: len(recorded(save, 4)) == 16),
+        "training on the last step": (4, lambda: len(recorded(save, 4)) == SAMPLES),
     }
     for what, (step, condition) in moments.items():
         killed(flags, run_dir, condition, what)
@@ -65,7 +67,7 @@ def test_no_sample_is_lost_or_made_twice_however_often_a_run_is_killed(flags: li
     assert f"resumed from step 2 of {save}" in output or f"resumed from step 4 of {save}" in output
     for step in range(1, STEPS + 1):
         samples = recorded(save, step)
-        assert len(samples) == 16
+        assert len(samples) == SAMPLES
         assert {key: samples[key] for key in before[step]} == before[step]
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     assert sum(line.get("rollout/from_journal", 0) for line in lines) >= 3
