@@ -382,7 +382,7 @@ KILLS = {
     "while files are written": "sleuth.megatron.background_write.BackgroundWrite._run",
     "before the folder is complete": "sleuth.megatron.checkpoint.follow_umask",
     "before it takes its place": "sleuth.checkpoints._sync_to_disk",
-    "before the tracker names it": "sleuth.checkpoints._write_tracker",
+    "before the tracker names it": "sleuth.checkpoints._write_text",
 }
 
 
