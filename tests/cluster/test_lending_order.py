@@ -160,6 +160,7 @@ def start(machine: Machine, **changes: Any) -> Run:
             "async_save": True,
             "save_interval": 2,
             "max_logprob_diff": 1e-9,
+            "write": lambda path: None,
         }
         | changes
     )

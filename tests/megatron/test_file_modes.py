@@ -14,6 +14,7 @@ import pytest
 from sleuth.arguments import parse_args
 from sleuth.cluster.logs import configure_logging
 from sleuth.megatron.convert import hf_to_torch_dist, torch_dist_to_hf
+from sleuth.metrics.destinations import CLASSES
 from sleuth.metrics.tracker import Tracker
 from tests.megatron.harness import save_tiny_model
 
@@ -58,7 +59,7 @@ def test_configuration_metrics_and_logs(tmp_path: Path, modes: tuple[int, int]) 
     )
     args = parse_args([*flags.split(), "--global-batch-size", "4", "--custom-rm-path", "a.b"])
     args.write(run / "config.yaml")
-    settings: Any = SimpleNamespace(num_rollout=2, use_wandb=False, use_tensorboard=False)
+    settings: Any = SimpleNamespace(num_rollout=2, **dict.fromkeys((f"use_{name}" for name in CLASSES), False))
     with Tracker(settings, run) as tracker:
         tracker.log(1, {"train/loss": 0.5})
     assert {path.name for path in run.rglob("*") if path.is_file()} == {"driver.log", "config.yaml", "metrics.jsonl"}
