@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Teaches a small model to search, on this machine's CPU, and shows that it learned.
 #
-#   bash run_demo.sh                      # everything, about ten minutes after the set-up
+#   bash run_demo.sh                      # everything, about four minutes after the set-up
 #   bash run_demo.sh --steps 3 --questions 16
 #
 # It starts what it needs (a retrieval server, Ray, one engine, the trainer) on free ports and stops
