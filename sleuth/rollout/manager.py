@@ -154,7 +154,22 @@ def run_journal(args: Args) -> Journal | None:
     return Journal(args.save, source, journal_settings(args), keep_all=args.save_keep == 0)
 
 
-class SupervisedManager:
+class WithoutEngines:
+    """What a manager answers that has its samples from elsewhere."""
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """No metrics: there is no engine that could answer."""
+        return {}
+
+    def probe_ids(self) -> list[int]:
+        """No ids: there is no engine that could differ from the trainer."""
+        return []
+
+    def probe_engines(self) -> list[list[float]]:
+        return []
+
+
+class SupervisedManager(WithoutEngines):
     """As RolloutManager, but reads finished trajectories (`--loss-type sft`) and needs no engines."""
 
     def __init__(self, args: Args) -> None:
@@ -172,17 +187,6 @@ class SupervisedManager:
         samples = self.stream.next_samples(self.args.rollout_batch_size)
         tokens = sum(len(sample.token_ids) for sample in samples)
         return StepData(shard_batch(self.args, samples), {"rollout/tokens": float(tokens)})
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        """No metrics: there is no engine that could answer."""
-        return {}
-
-    def probe_ids(self) -> list[int]:
-        """No ids: there is no engine that could differ from the trainer."""
-        return []
-
-    def probe_engines(self) -> list[list[float]]:
-        return []
 
     def state_dict(self) -> dict[str, Any]:
         return {"stream": self.stream.state_dict()}

@@ -7,12 +7,12 @@ from typing import Any
 from sleuth.arguments import Args
 from sleuth.metrics.rollout_metrics import rollout_metrics
 from sleuth.rollout.journal import journal_of, read_step, step_file, step_files
-from sleuth.rollout.manager import StepData
+from sleuth.rollout.manager import StepData, WithoutEngines
 from sleuth.rollout.reward_shaping import shape_rewards
 from sleuth.rollout.train_batches import shard_batch, train_samples
 
 
-class ReplayManager:
+class ReplayManager(WithoutEngines):
     """As RolloutManager, but every sample is there already."""
 
     def __init__(self, args: Args) -> None:
@@ -41,17 +41,6 @@ class ReplayManager:
         samples = [sample for group in groups for sample in group]
         metrics = shape_rewards(self.args, samples) | rollout_metrics(samples)
         return StepData(shard_batch(self.args, train_samples(self.args, groups)), metrics)
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        """No metrics: there is no engine that could answer."""
-        return {}
-
-    def probe_ids(self) -> list[int]:
-        """No ids: there is no engine that could differ from the trainer."""
-        return []
-
-    def probe_engines(self) -> list[list[float]]:
-        return []
 
     def state_dict(self) -> dict[str, Any]:
         """The rollout's state after the last step, as the run that generated its samples would save it."""
