@@ -62,7 +62,7 @@ def retrieval_server(folder: Path) -> Iterator[str]:
                 if server.poll() is not None or time.monotonic() > deadline:
                     sys.exit(f"the retrieval server did not start within {START_SECONDS:.0f} s")
                 time.sleep(0.2)
-            yield f"{url.read_text()}/retrieve"
+            yield f"{url.read_text().strip()}/retrieve"
         finally:
             server.terminate()
 
