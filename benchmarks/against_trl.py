@@ -53,6 +53,7 @@ def environment(folder: Path) -> Path:
 def retrieval_server(folder: Path) -> Iterator[str]:
     """The URL of the demo's retrieval server, which runs within the block."""
     url = folder / "url"
+    url.unlink(missing_ok=True)  # of a server before
     command = [sys.executable, "local_dense_retriever/retrieval_server.py", "--corpus_path", CORPUS]
     command += ["--retriever_name", "bm25", "--port", "0", "--url_file", str(url)]
     with subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr) as server:
