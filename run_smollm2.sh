@@ -15,7 +15,7 @@ main() {
     local called_in="$PWD"
     cd "$(dirname "${BASH_SOURCE[0]}")"
 
-    STEPS=60
+    STEPS=20
     SEED=1
     QUESTIONS=200
     RETRIEVER=bm25
@@ -50,7 +50,7 @@ main() {
         echo "== $STEPS steps of GRPO: Ray, one SGLang engine and the Megatron trainer on this CPU"
         train "$WARM/hf" "$RUN_DIR" --ref-load "$WARM/torch_dist" --num-rollout "$STEPS" \
             --load "$RUN_DIR/checkpoints" --save "$RUN_DIR/checkpoints" --save-interval 10 --save-keep 1 \
-            --eval-interval 20 --eval-temperature 0 1 --eval-prompt-data demo "data/demo/test_mixed.parquet@[0:$QUESTIONS]" \
+            --eval-interval 10 --eval-temperature 0 1 --eval-prompt-data demo "data/demo/test_mixed.parquet@[0:$QUESTIONS]" \
             --use-tensorboard "${FLAGS[@]}"
     fi
 
