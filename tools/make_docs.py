@@ -24,6 +24,7 @@ if not __package__:  # run as a script: make the project importable
 from sleuth.arguments import Args
 from sleuth.arguments.checks import flag
 from sleuth.arguments.parser import NOT_FLAGS, groups_of
+from sleuth.metrics import alarms
 from sleuth.metrics.catalog import CATALOG
 from sleuth.sample import StopReason
 
@@ -46,7 +47,30 @@ def metrics_page() -> str:
         parts += [f"## {title}", _table(("metric", "unit", "meaning"), rows)]
     reasons = [(f"`{reason}`", text) for reason, text in member_docstrings(StopReason).items()]
     parts += ["## Why a trajectory ends", _table(("`rollout/stop/<reason>`", "meaning"), reasons)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, *_alarms()]) + "\n"
+
+
+def _alarms() -> list[str]:
+    """The section on alarms, from `sleuth.metrics.alarms`."""
+    text = (
+        "A run logs a warning line when one of these begins; none is raised for a single step. Means over "
+        f"{alarms.WINDOW} steps are compared with those before (reward and exact match: two halves of "
+        f"{2 * alarms.LONG} steps). The defaults stand at the top of `sleuth/metrics/alarms.py`. Signs in a single "
+        "step (a constant reward, all groups without signal, labels without an answer, repeated prompts) are told at "
+        "once."
+    )
+    raised = {
+        "reward without exact match": f"rise of the reward {alarms.REWARD_RISE:g}, of exact match below "
+        f"{alarms.EM_SHARE:.0%} of that",
+        "format collapse": f"{alarms.FORMAT_FALL:g} below its best",
+        "entropy collapse": f"below {alarms.ENTROPY_SHARE:.0%} of its first value and {alarms.ENTROPY_NATS:g} nats",
+        "search failing": f"{alarms.SEARCH_FALL:g} below its best",
+        "log-probability difference": f"{alarms.LOGPROB_FACTOR:g} times its lowest value, and "
+        f"{alarms.LOGPROB_NATS:g} nats",
+        "length at limit": f"{alarms.AT_LIMIT:.0%} of the responses",
+    }
+    rows = [(name, (alarm.__doc__ or "").strip(), raised[name]) for name, alarm in alarms.ALARMS.items()]
+    return ["## Alarms", text, _table(("alarm", "meaning", "raised at"), rows)]
 
 
 def member_docstrings(members: type[StrEnum]) -> dict[str, str]:

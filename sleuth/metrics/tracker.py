@@ -19,10 +19,11 @@ from typing import Self
 
 from tqdm import tqdm
 
+from sleuth.metrics.alarms import alarms, watched
 from sleuth.metrics.console import evaluation_lines, step_line
 from sleuth.metrics.destinations import CLASSES, TrackerArgs
 from sleuth.metrics.guard import Guarded
-from sleuth.metrics.jsonl import MetricsFile
+from sleuth.metrics.jsonl import MetricsFile, read_metrics
 from sleuth.metrics.step_warnings import step_warnings
 from sleuth.secrets import redact
 
@@ -40,7 +41,9 @@ class Tracker:
         self._num_steps = args.num_rollout
         self._signs: set[str] = set()
         run_dir = Path(run_dir)
-        self._file = MetricsFile(run_dir / "metrics.jsonl", first_step=first_step if first_step > 1 else 0)
+        path = run_dir / "metrics.jsonl"
+        self._file = MetricsFile(path, first_step=first_step if first_step > 1 else 0)
+        self._history = [watched(line) for line in read_metrics(path)]
         sys.argv[1:] = map(redact, sys.argv[1:])  # trackers record the command line
         self._destinations = [
             Guarded(name, partial(opened, args, run_dir, first_step))
@@ -78,7 +81,8 @@ class Tracker:
         if not_finite:
             logger.warning("step %d: not a finite number: %s", step, ", ".join(not_finite))
         if "rollout/samples" in values:
-            signs = step_warnings(values)
+            self._history.append(watched(values))
+            signs = step_warnings(values) | alarms(self._history)
             for name in signs.keys() - self._signs:  # told once, and again where it had gone
                 logger.warning("step %d: %s", step, signs[name])
             self._signs = set(signs)
