@@ -224,14 +224,11 @@ def refusal(script: str, options: list[str], folder: Path) -> str:
 
 
 MODELS = sorted(path.stem for path in (ROOT / "scripts/models").glob("*.sh"))
-NO_PARALLELISM = ["--tensor-model-parallel-size", "1", "--no-sequence-parallel", "--rollout-num-gpus-per-engine", "1"]
-LAYOUTS = {"smollm2-135M": NO_PARALLELISM}
-"""Of models that the script's layout does not fit: three groups of heads cannot be divided by two."""
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_fits_eight_gpus_of_80_gb(hooks: dict[str, str], model: str):
-    result = dry_run(*STAND_IN, *LAYOUTS.get(model, []), **hooks, MODEL=model)
+    result = dry_run(*STAND_IN, **hooks, MODEL=model)
     assert result.returncode == 0, result.stderr
     assert "Memory per GPU, of 84.9 GB" in result.stdout
 

@@ -16,3 +16,9 @@ MODEL_ARGS=(
     --vocab-size 49152
 )
 MAX_POSITION_EMBEDDINGS=8192 # tokens; for a plan before the model is here
+# Its three groups of heads cannot be divided by two.
+LAYOUT_ARGS=(
+    --tensor-model-parallel-size 1
+    --no-sequence-parallel
+    --rollout-num-gpus-per-engine 1
+)
