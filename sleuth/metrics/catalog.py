@@ -97,10 +97,12 @@ ROLLOUT = (
 )
 
 SEARCH = (
+    Metric("search/calls", "searches", "searches of the step: `search/requests`, `search/joined`, `search/cache_hits`"),
     Metric("search/requests", "searches", "searches of the step that reached the backend"),
     Metric("search/joined", "searches", "searches that shared the request of an equal query already under way"),
     Metric("search/cache_hits", "searches", "searches whose result was in the cache"),
     Metric("search/success_rate", "share", "requests that were answered, after retries"),
+    Metric("search/error_rate", "share", "requests that failed, after retries; refused queries are no failures"),
     Metric("search/timeout_rate", "share", "requests that were not answered in time, after retries"),
     Metric("search/rate_limit_rate", "share", "requests that were refused with status 429, after retries"),
     Metric("search/connection_error_rate", "share", "requests that could not reach the backend, after retries"),
@@ -108,8 +110,10 @@ SEARCH = (
     Metric("search/response_error_rate", "share", "requests whose answer was not a list of passages, after retries"),
     Metric("search/backend_error_rate", "share", "requests in which a user's own backend raised an error"),
     Metric("search/refused_query_rate", "share", "requests whose query the backend refused, for example as too long"),
+    Metric("search/latency_mean", "s", "mean time of a request, retries included"),
     Metric("search/latency_p50", "s", "median time of a request, retries included"),
     Metric("search/latency_p95", "s", "95th percentile of a request's time, retries included"),
+    Metric("search/latency_max", "s", "longest time of a request, retries included"),
 )
 
 EVALUATION = (
@@ -124,6 +128,8 @@ EVALUATION = (
         "share",
         "evaluation trajectories that a limit (of tokens, turns or invalid actions) ended",
     ),
+    Metric("eval/<name>/seconds", "s", "mean time of an evaluation trajectory, waits for engine and searches included"),
+    Metric("eval/<name>/seconds_max", "s", "time of the evaluation's slowest trajectory"),
     Metric("eval/<name>/questions", "questions", "evaluation trajectories that count in the averages"),
     Metric(
         "eval/<name>/failed",

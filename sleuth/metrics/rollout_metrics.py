@@ -13,6 +13,10 @@ from sleuth.labels import is_blank
 from sleuth.sample import Sample, SampleStatus, StopReason
 
 UNKNOWN_SOURCE = "unknown"
+SECONDS = "trajectory_seconds"
+"""Under this name an evaluation notes in `Sample.rollout_metrics` how long the trajectory took."""
+OVERLONG_SECONDS, OVERLONG_FACTOR = 30.0, 4.0
+"""A trajectory that takes longer than this, and so many times the median, is told."""
 
 
 def rollout_metrics(samples: Sequence[Sample], failed: Sequence[Sample] = ()) -> dict[str, float]:
@@ -130,6 +134,8 @@ def evaluation_metrics(samples: Sequence[Sample], name: str, failed: Sequence[Sa
         metrics |= {f"source/{source}/{key}": value for key, value in averages.items()}
         metrics[f"source/{source}/questions"] = float(len(by_source[source]))
     metrics |= _macro(list(sources.values()))
+    if times := [sample.rollout_metrics[SECONDS] for sample in samples if SECONDS in sample.rollout_metrics]:
+        metrics["seconds_max"] = max(times)
     return {f"eval/{name}/{key}": value for key, value in metrics.items()}
 
 
@@ -138,23 +144,49 @@ def data_source(sample: Sample) -> str:
     return str(sample.metadata.get("data_source") or UNKNOWN_SOURCE).replace("/", "-")
 
 
+_REPORTED_NAMES = {"searches": "searches", "seconds": SECONDS}
 _COMPONENT_NAMES = {"exact_match": "em", "valid_format": "format", "retrieval_hit": "retrieval_hit"}
 
 
 def _evaluation_averages(samples: Sequence[Sample]) -> dict[str, float]:
-    if not samples:
-        return {}
-    components = _averages("", samples, lambda sample: sample.reward_components)
-    own = {name: value for name, value in components.items() if name not in _COMPONENT_NAMES}
-    reported = _averages("", samples, lambda sample: sample.rollout_metrics)
-    averages = own | {short: components[name] for name, short in _COMPONENT_NAMES.items() if name in components}
-    if "searches" in reported:
-        averages["searches"] = reported["searches"]
-    return averages | {
-        "reward": statistics.fmean(sample.reward for sample in samples if sample.reward is not None),
-        "response_length": statistics.fmean(len(sample.trace.response_ids) for sample in samples),
-        "truncated": statistics.fmean(sample.status == SampleStatus.TRUNCATED for sample in samples),
+    return _averages("", samples, evaluation_values)
+
+
+def evaluation_values(sample: Sample) -> dict[str, float]:
+    """What an evaluation averages of one scored sample: `em`, `format`, `searches`, `reward`, and the like."""
+    values = {_COMPONENT_NAMES.get(name, name): value for name, value in sample.reward_components.items()}
+    for name, reported in _REPORTED_NAMES.items():
+        if reported in sample.rollout_metrics:
+            values[name] = sample.rollout_metrics[reported]
+    if sample.reward is not None:
+        values["reward"] = sample.reward
+    return values | {
+        "response_length": float(len(sample.trace.response_ids)),
+        "truncated": float(sample.status == SampleStatus.TRUNCATED),
     }
+
+
+def overlong_wait(samples: Sequence[Sample]) -> str | None:
+    """A sentence about the slowest trajectory and where its time went, if it took far longer than the others."""
+    timed = [sample for sample in samples if SECONDS in sample.rollout_metrics]
+    if not timed:
+        return None
+    slowest = max(timed, key=lambda sample: sample.rollout_metrics[SECONDS])
+    seconds = slowest.rollout_metrics[SECONDS]
+    median = statistics.median(sample.rollout_metrics[SECONDS] for sample in timed)
+    if seconds < OVERLONG_SECONDS or seconds < OVERLONG_FACTOR * median:
+        return None
+    parts = {"searches": "search_seconds", "the engine": "generation_seconds"}
+    waits = [
+        f"{slowest.rollout_metrics[name]:.1f} s for {what}"
+        for what, name in parts.items()
+        if name in slowest.rollout_metrics
+    ]
+    waited = f", of which it waited {' and '.join(waits)}" if waits else ""
+    return (
+        f"the slowest of {len(timed)} trajectories, {slowest.where}, took {seconds:.1f} s{waited}; the median took "
+        f"{median:.1f} s"
+    )
 
 
 def _macro(sources: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -11,15 +11,17 @@ import itertools
 import logging
 import math
 import pickle
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from sleuth.arguments import Args
 from sleuth.data import PromptRow
+from sleuth.metrics.rollout_metrics import SECONDS
 from sleuth.rollout.hook_runner import UNUSABLE, HookRunner, Hooks, told
-from sleuth.rollout.journal import StepJournal
 from sleuth.sample import LONGEST_ERROR, Sample, StopReason, TokenTrace, shortened
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,16 @@ MAX_FILTERED_RATIO = 30
 
 class RolloutError(RuntimeError):
     """So many trajectories of a step failed that the step would be meaningless."""
+
+
+class FinishedSamples(Protocol):
+    """Keeps finished samples, so that a rollout that was interrupted need not make them again."""
+
+    def take(self, new: Sample) -> Sample | None:
+        """The finished sample in the place of `new`; None if it has to be generated."""
+
+    async def record(self, sample: Sample) -> None:
+        """Keep a finished and scored sample."""
 
 
 @dataclass(slots=True)
@@ -105,7 +117,7 @@ class GenerationLoop:
         self._runner = HookRunner(args, hooks)
 
     async def rollout(
-        self, next_rows: Callable[[int], Sequence[PromptRow]], journal: StepJournal | None = None
+        self, next_rows: Callable[[int], Sequence[PromptRow]], journal: FinishedSamples | None = None
     ) -> Rollout:
         """Generate and score `rollout_batch_size` groups; `next_rows(n)` gives the next prompts.
 
@@ -135,10 +147,17 @@ class GenerationLoop:
         rollout.failed = budget.failed
         return rollout
 
-    async def evaluate(self, rows: Iterable[PromptRow], temperature: float) -> Rollout:
+    async def evaluate(
+        self,
+        rows: Iterable[PromptRow],
+        temperature: float,
+        *,
+        journal: FinishedSamples | None = None,
+        at_once: int | None = None,
+    ) -> Rollout:
         """Generate and score each row `n_samples_per_eval_prompt` times; returns one group for each row, in order.
 
-        A failed trajectory is generated anew, as in `rollout`.
+        A failed trajectory is generated anew, as in `rollout`. At most `at_once` trajectories [all] are under way.
         """
         args = self.args
         params = sampling_parameters(
@@ -149,7 +168,7 @@ class GenerationLoop:
         )
         groups = [_group(row, i, args.n_samples_per_eval_prompt) for i, row in enumerate(rows)]
         budget = self._budget(sum(map(len, groups)))
-        done = await self._run_groups(groups, params, budget, evaluation=True)
+        done = await self._run_groups(groups, params, budget, evaluation=True, journal=journal, at_once=at_once)
         return Rollout(done, budget.failed)
 
     def _keeps(self, group: list[Sample]) -> bool:
@@ -173,15 +192,18 @@ class GenerationLoop:
         budget: FailureBudget,
         *,
         evaluation: bool = False,
-        journal: StepJournal | None = None,
+        journal: FinishedSamples | None = None,
+        at_once: int | None = None,
     ) -> list[list[Sample]]:
+        places = nullcontext() if at_once is None else asyncio.Semaphore(at_once)
+
         async def run(new_sample: NewSample) -> Sample:
-            if journal is None:
-                return await self._run_until_usable(new_sample, params, budget, evaluation)
-            if (recorded := journal.take(new_sample())) is not None:
+            if journal is not None and (recorded := journal.take(new_sample())) is not None:
                 return recorded
-            sample = await self._run_until_usable(new_sample, params, budget, evaluation)
-            await journal.record(sample)
+            async with places:
+                sample = await self._run_until_usable(new_sample, params, budget, evaluation)
+            if journal is not None:
+                await journal.record(sample)
             return sample
 
         try:
@@ -196,8 +218,11 @@ class GenerationLoop:
         self, new_sample: NewSample, params: dict[str, Any], budget: FailureBudget, evaluation: bool
     ) -> Sample:
         while True:
+            start = time.perf_counter()
             done = await self._runner.run(new_sample(), params, evaluation)
             if done.status not in UNUSABLE:
+                if evaluation:
+                    done.rollout_metrics[SECONDS] = time.perf_counter() - start
                 return done
             budget.record(done)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from sleuth.algo.optimizer_steps import OptimizerStepBatch
 from sleuth.arguments import Args, check_tokenizer
 from sleuth.data import PromptStream, load_rows, load_sft_rows
 from sleuth.hooks import RolloutContext, drain_step_metrics, use_rollout_context
-from sleuth.metrics.rollout_metrics import evaluation_metrics, evaluation_name, rollout_metrics
+from sleuth.metrics.rollout_metrics import evaluation_metrics, evaluation_name, overlong_wait, rollout_metrics
 from sleuth.metrics.trajectories import write_trajectories
 from sleuth.rollout.engine_client import EngineClient, embedding_size
 from sleuth.rollout.hook_runner import load_hooks
@@ -30,6 +31,8 @@ from sleuth.rollout.loop import GenerationLoop
 from sleuth.rollout.reward_shaping import shape_rewards
 from sleuth.rollout.train_batches import shard_batch, train_samples
 from sleuth.sample import Sample
+
+logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 256
 Result = TypeVar("Result")
@@ -105,6 +108,8 @@ class RolloutManager:
                 drain_step_metrics()  # of what came before, and so below
                 rollout = self._run(self.loop.evaluate(rows, temperature))
                 metrics |= evaluation_metrics(rollout.samples, full_name, rollout.failed)
+                if wait := overlong_wait(rollout.samples):
+                    logger.warning("evaluation %s: %s", full_name, wait)
                 metrics |= {f"eval/{full_name}/{key}": value for key, value in drain_step_metrics().items()}
                 name_of_file = f"eval_{step:07d}_{full_name.replace('/', '_')}"
                 self._write_trajectories(name_of_file, rollout.samples, evaluation=True)

@@ -227,22 +227,27 @@ _RATES = {
 def drain_search_metrics() -> dict[str, float]:
     """`search/...` of this process since the last call: how searches ended (after retries), latency in seconds.
 
-    `search/requests` reached the backend, `search/joined` shared the request of an equal query under way, and
-    `search/cache_hits` came from the cache. Empty if nothing was searched.
+    Of all `search/calls`, `search/requests` reached the backend, `search/joined` shared the request of an equal query
+    under way, and `search/cache_hits` came from the cache. A refused query is no error of the backend, and counts in
+    `search/refused_query_rate` alone. Empty if nothing was searched.
     """
     outcomes, seconds = _statistics.outcomes.copy(), list(_statistics.seconds)
     _statistics.outcomes.clear()
     _statistics.seconds.clear()
     if not outcomes:
         return {}
-    counts = {f"search/{name}": float(outcomes[name]) for name in ("joined", "cache_hits")}
+    shared = {f"search/{name}": float(outcomes[name]) for name in ("joined", "cache_hits")}
+    calls = len(seconds) + sum(shared.values())
+    counts = {"search/calls": calls, "search/requests": float(len(seconds)), **shared}
     if not seconds:
-        return {"search/requests": 0.0, **counts}
+        return counts
     p50, p95 = np.percentile(seconds, [50, 95])
     return {
-        "search/requests": float(len(seconds)),
         **counts,
+        "search/error_rate": 1.0 - (outcomes["success"] + outcomes["query"]) / len(seconds),
         **{f"search/{name}": outcomes[kind] / len(seconds) for kind, name in _RATES.items()},
+        "search/latency_mean": float(np.mean(seconds)),
         "search/latency_p50": float(p50),
         "search/latency_p95": float(p95),
+        "search/latency_max": max(seconds),
     }

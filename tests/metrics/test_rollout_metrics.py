@@ -1,6 +1,6 @@
 import pytest
 
-from sleuth.metrics.rollout_metrics import evaluation_metrics, evaluation_name, rollout_metrics
+from sleuth.metrics.rollout_metrics import evaluation_metrics, evaluation_name, overlong_wait, rollout_metrics
 from sleuth.sample import SampleStatus, StopReason
 from tests.metrics.samples import make_sample
 
@@ -107,6 +107,24 @@ def test_evaluation_counts_the_trajectories_that_failed_apart():
 
 def test_evaluation_of_nothing_claims_nothing():
     assert evaluation_metrics([], "test") == {"eval/test/questions": 0.0, "eval/test/failed": 0.0}
+
+
+def test_how_long_a_trajectory_takes_is_reported_and_the_slowest_told():
+    times = [1.0, 2.0, 3.0, 200.0]
+    samples = [make_sample(reported={"trajectory_seconds": seconds}) for seconds in times]
+    samples[3].report(search_seconds=190.0, generation_seconds=9.0)
+    samples[3].file, samples[3].row = "test.parquet", 17
+    metrics = evaluation_metrics(samples, "test")
+    assert (metrics["eval/test/seconds"], metrics["eval/test/seconds_max"]) == (51.5, 200.0)
+    assert overlong_wait(samples) == (
+        "the slowest of 4 trajectories, row 17 of test.parquet, took 200.0 s, of which it waited 190.0 s for searches "
+        "and 9.0 s for the engine; the median took 2.5 s"
+    )
+
+
+@pytest.mark.parametrize("times", [[], [1.0, 2.0, 29.0], [100.0, 200.0, 300.0]])
+def test_a_wait_like_the_others_is_not_told(times):
+    assert overlong_wait([make_sample(reported={"trajectory_seconds": seconds}) for seconds in times]) is None
 
 
 @pytest.mark.parametrize(

@@ -444,6 +444,37 @@ def test_evaluation_is_announced_and_uses_its_own_parameters():
     assert rollout.failed == []
 
 
+def test_evaluation_bounds_what_is_under_way_and_takes_what_is_finished():
+    under_way, most = 0, 0
+
+    async def generate(args, sample, sampling_params):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.001)
+        under_way -= 1
+        return await answer(args, sample, sampling_params)
+
+    class Kept:
+        def __init__(self):
+            self.recorded = []
+
+        def take(self, new):
+            return new.finish(SampleStatus.COMPLETED, StopReason.ENDED) if new.prompt == "b" else None
+
+        async def record(self, sample):
+            self.recorded.append(sample.prompt)
+
+    kept = Kept()
+    loop = GenerationLoop(arguments(), Hooks(generate, one))
+    rollout = asyncio.run(loop.evaluate([Row(name) for name in "abcdef"], 0.0, journal=kept, at_once=2))
+    assert most == 2
+    assert sorted(kept.recorded) == ["a", "c", "d", "e", "f"]
+    assert [sample.stop_reason for sample in rollout.samples[:2]] == [StopReason.ANSWERED, StopReason.ENDED]
+    assert rollout.samples[0].rollout_metrics["trajectory_seconds"] >= 0.001
+    assert "trajectory_seconds" not in rollout.samples[1].rollout_metrics
+
+
 def test_evaluation_tells_which_trajectories_failed_before_they_were_repeated():
     tries = []
 

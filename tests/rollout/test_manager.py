@@ -61,5 +61,6 @@ def test_an_evaluation_counts_the_trajectories_that_failed(tmp_path: Path):
     assert metrics["eval/a_b/greedy/questions"] == 8
     assert metrics["eval/a_b/greedy/failed"] == 4 + 2  # of eight, every second once, every fourth once more
     assert metrics["eval/a_b/greedy/reward"] == 1.0
+    assert 0 < metrics["eval/a_b/greedy/seconds"] <= metrics["eval/a_b/greedy/seconds_max"]
     names = sorted(path.name for path in (tmp_path / "trajectories").glob("*.jsonl"))
     assert names == ["eval_0000003_a.b_greedy.jsonl", "eval_0000003_a_b_greedy.jsonl"]

@@ -100,7 +100,9 @@ def test_a_failure_is_shared_and_not_kept() -> None:
     assert passages[0].text == "q"
     metrics = drain_search_metrics()
     assert (metrics["search/timeout_rate"], metrics["search/success_rate"]) == (0.5, 0.5)
-    assert metrics["search/latency_p95"] >= metrics["search/latency_p50"] >= 0.01
+    assert (metrics["search/calls"], metrics["search/requests"], metrics["search/error_rate"]) == (4, 2, 0.5)
+    assert metrics["search/latency_max"] >= metrics["search/latency_p95"] >= metrics["search/latency_p50"] >= 0.01
+    assert metrics["search/latency_mean"] >= 0.01
 
 
 def test_the_last_results_are_kept() -> None:
@@ -169,7 +171,9 @@ def test_a_refused_query_is_no_failure_of_the_backend():
 
     drain_search_metrics()
     asyncio.run(ask())
-    assert drain_search_metrics()["search/refused_query_rate"] == pytest.approx(30 / 31)
+    metrics = drain_search_metrics()
+    assert metrics["search/refused_query_rate"] == pytest.approx(30 / 31)
+    assert metrics["search/error_rate"] == 0.0
 
 
 def test_a_backend_that_refuses_everything_stops_the_run():
