@@ -15,7 +15,7 @@ from sleuth.arguments import Args, ArgumentsError, check_files, check_model, rea
 from sleuth.arguments.checks import flag
 from sleuth.arguments.model_check import fit_to_model
 from sleuth.arguments.model_scripts import known_model, known_models
-from sleuth.dtypes import dtype_name
+from sleuth.dtypes import dtype_name, slow_on_cpu
 from sleuth.hooks import Settings, check_hooks, declared_settings, hook_modules, load_hook, resolve_sections
 from sleuth.memory_plan import checkpoints_kept
 from sleuth.paths import nearest_existing
@@ -60,6 +60,8 @@ def preflight(args: ArgsT, *, planning: bool = False, warn: Callable[[str], None
             if warning:
                 warn(warning)
     if not planning:
+        if warning := check_precision(args):
+            warn(warning)
         from sleuth.cluster.ray_environment import check_ray  # imports Ray, which a plan does not need
 
         check_ray(args)
@@ -70,6 +72,18 @@ def preflight(args: ArgsT, *, planning: bool = False, warn: Callable[[str], None
         if trouble:
             warn(trouble)
     return args
+
+
+def check_precision(args: Args) -> str | None:
+    """A warning where trainer or engines compute in a precision for which this machine, without a GPU, is slow."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    for given in ("sglang_dtype", "dtype"):
+        if warning := slow_on_cpu(getattr(args, given) or "auto"):
+            return f"{flag(given)}: {warning}"
+    return None
 
 
 def _complaint(check: Callable[[Args], None], args: Args) -> str | None:

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from sleuth.arguments import Args, parse_args
-from sleuth.cluster.preflight import check_data, check_disk, checkpoint_bytes, unwinnable_rows
+from sleuth.cluster.preflight import check_data, check_disk, check_precision, checkpoint_bytes, unwinnable_rows
 from sleuth.hooks import hook_modules
 
 DEMO = Path(__file__).parents[2] / "data/demo"
@@ -26,6 +26,15 @@ def make_args(tmp_path: Path, *flags: str, data: str | Path = DEMO / "train.parq
 
 def test_the_demos_data_fit(tmp_path: Path) -> None:
     check_data(make_args(tmp_path, *EVALUATION, f"{DEMO / 'test.parquet'}@[0:20]"))
+
+
+def test_a_precision_that_this_cpu_lacks_is_told_with_its_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sleuth.dtypes.CPU_FLAGS_FOR_BFLOAT16", {"no such instructions"})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert check_precision(make_args(tmp_path)) is None
+    for given in ("--dtype", "--sglang-dtype"):
+        warning = check_precision(make_args(tmp_path, given, "bfloat16"))
+        assert str(warning).startswith(f"{given}: bfloat16 is about ten times slower")
 
 
 def test_data_that_cannot_be_used_are_told(tmp_path: Path) -> None:
