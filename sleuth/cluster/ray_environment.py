@@ -18,6 +18,7 @@ from sleuth.loopback import without_proxy
 MAX_SOCKET_PATH = 107
 """Bytes of the path of a Unix socket, on Linux."""
 NICENESS = "RAY_worker_niceness"
+OMP_WAITING = "OMP_WAIT_POLICY"
 _ARE_YOU_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 CONNECT_SECONDS = ANSWER_SECONDS = 8.0
 
@@ -119,3 +120,6 @@ def prepare_environment(address: str | None) -> None:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
         # Ray runs its workers at nice 15: beside ordinary processes a whole run would starve.
         os.environ.setdefault(NICENESS, "0")
+        # OpenMP's threads spin while they wait for each other. On a machine with other work a spinning thread holds the
+        # core that the awaited one needs: a training step of the demo took 55 s, and 5.5 s with threads that sleep.
+        os.environ.setdefault(OMP_WAITING, "passive")

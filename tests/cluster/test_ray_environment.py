@@ -15,7 +15,13 @@ import grpc
 import pytest
 
 from sleuth.cluster import ray_environment
-from sleuth.cluster.ray_environment import NICENESS, check_address, check_ray, prepare_environment
+from sleuth.cluster.ray_environment import (
+    NICENESS,
+    OMP_WAITING,
+    check_address,
+    check_ray,
+    prepare_environment,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +30,8 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
         "RAY_ADDRESS",
         "RAY_TMPDIR",
         "TMPDIR",
-        "RAY_worker_niceness",
+        NICENESS,
+        OMP_WAITING,
         "RAY_AUTH_TOKEN",
         "no_proxy",
         "NO_PROXY",
@@ -144,10 +151,11 @@ def test_a_local_ray_is_asked_for_nothing() -> None:
 def test_the_environment_of_a_ray_that_is_started_here() -> None:
     prepare_environment(None)
     assert os.environ[NICENESS] == "0"
+    assert os.environ[OMP_WAITING] == "passive"
     assert os.environ["no_proxy"].startswith("127.0.0.1,localhost,::1,")
-    os.environ[NICENESS] = "7"
+    os.environ |= {NICENESS: "7", OMP_WAITING: "active"}
     prepare_environment(None)
-    assert os.environ[NICENESS] == "7", "the user's own stays"
+    assert (os.environ[NICENESS], os.environ[OMP_WAITING]) == ("7", "active"), "the user's own stays"
 
 
 def test_the_environment_of_a_cluster_that_is_joined() -> None:
