@@ -44,6 +44,10 @@ class ProcessName:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def is_stopped(self) -> bool:
+        """Whether the process runs here and was stopped by a signal (SIGSTOP, or ctrl-Z in a terminal)."""
+        return self.runs() is True and _state(self.pid) in ("T", "t")
+
     def runs(self) -> bool | None:
         """Whether the process still runs; None if that cannot be seen from here (another host, container or boot)."""
         if self.place != _place():
@@ -59,9 +63,18 @@ def _place() -> str:
 
 def _start_ticks(pid: int) -> int | None:
     """When the process started, in clock ticks; None if it does not run, or has ended and only waits to be noticed."""
+    fields = _stat(pid)
+    return None if not fields or fields[0] in "ZX" else int(fields[19])
+
+
+def _state(pid: int) -> str | None:
+    return next(iter(_stat(pid)), None)
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; none if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
-        return None
-    state, *numbers = text.rpartition(")")[2].split()  # a command's name, in brackets, may hold anything
-    return None if state in "ZX" else int(numbers[18])
+        return []
+    return text.rpartition(")")[2].split()  # a command's name, in brackets, may hold anything

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -45,3 +47,27 @@ async def with_retries(
 def failure(state: tenacity.RetryCallState) -> BaseException | None:
     """The error of the attempt that `state` describes."""
     return state.outcome.exception() if state.outcome else None
+
+
+class RetryTeller:
+    """Logs failed attempts as `name attempt 1: error`, at most one in `seconds` as a warning.
+
+    Where a service is down, all its requests fail at once. The next warning says how many it stands for.
+    """
+
+    def __init__(self, logger: logging.Logger, name: str, seconds: float) -> None:
+        self._logger, self._name, self._seconds = logger, name, seconds
+        self._next = 0.0
+        self._untold = 0
+
+    def __call__(self, state: tenacity.RetryCallState) -> None:
+        """Tell of the attempt that `state` describes, before the wait for the next one."""
+        text = f"{self._name} {state.attempt_number}: {failure(state)}"
+        now = time.monotonic()
+        if now < self._next:
+            self._untold += 1
+            self._logger.debug("%s", text)
+            return
+        more = f" (and {self._untold} more failed attempts since the last such line)" if self._untold else ""
+        self._next, self._untold = now + self._seconds, 0
+        self._logger.warning("%s%s", text, more)

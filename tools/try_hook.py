@@ -51,8 +51,9 @@ from sleuth.hooks import (
 from sleuth.hooks.testing import ScriptedEngine
 from sleuth.metrics.trajectories import trajectory_record
 from sleuth.rollout.engine_client import EngineClient, EngineError, embedding_size
-from sleuth.rollout.hook_runner import UNUSABLE, HookRunner, load_hooks, user_traceback
+from sleuth.rollout.hook_runner import UNUSABLE, HookRunner, load_hooks
 from sleuth.rollout.loop import fresh_sample, rollout_parameters
+from sleuth.rollout.user_code import user_traceback
 from sleuth.sample import Sample, SampleStatus
 from sleuth.secrets import redact
 from tools.view_trajectories import render
@@ -239,7 +240,7 @@ async def _run_with(trial: Trial, engines: Sequence[Engine]) -> list[Outcome]:
                 sample.status, sample.error = SampleStatus.FAILED, f"this would end a run: {error}"
         return Outcome(sample, errors.get(sample.index))
 
-    async with runner.watching():
+    with runner.watching("trial", len(trial.samples)):
         return await asyncio.gather(*map(run_one, trial.samples, engines))
 
 

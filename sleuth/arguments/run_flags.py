@@ -322,6 +322,21 @@ class EngineArgs(Group):
     )
 
 
+class LimitArgs(Group):
+    """Limits: how long a run waits before it gives up (docs/reliability.md has all of them)"""
+
+    engine_timeout: PositiveFloat = Field(
+        1800.0, description="Most seconds that one generation may take, its time in the engine's queue included."
+    )
+    sync_timeout: PositiveFloat = Field(
+        900.0,
+        description="Most seconds for an engine's answer while its weights are updated or its memory changes hands.",
+    )
+    train_timeout: PositiveFloat = Field(
+        7200.0, description="Most seconds that the training on one step's data, or the saving of it, may take."
+    )
+
+
 class HookArgs(Group):
     """Hooks: plain functions, named as module.function"""
 

@@ -16,6 +16,7 @@ import ray
 from sleuth.arguments import Args
 from sleuth.cluster.memory_turns import ENGINE_PARTS
 from sleuth.cluster.placement import Device, Placement
+from sleuth.cluster.waiting import Wait, Waiter
 from sleuth.engine.actor import EngineActor
 from sleuth.engine.key import engine_key
 from sleuth.engine.option_names import option_words
@@ -30,6 +31,11 @@ ENGINE_ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "0"}
 """Ray kills the children of an actor that ends, though not theirs: the engine's own watch ends all of them."""
 
 
+CALLS_AT_A_TIME = 3
+LOOK_SECONDS = 8.0
+"""Within them an engine's actor says how the engine is."""
+
+
 class EngineDiedError(RuntimeError):
     """An engine, or the router, ended or stopped answering in the middle of a run."""
 
@@ -41,14 +47,14 @@ class Engines:
     `wait_until_ready` starts them, when the trainer has lent its own.
     """
 
-    def __init__(self, args: Args, run_dir: Path, placement: Placement) -> None:
-        self.args = args
+    def __init__(self, args: Args, run_dir: Path, placement: Placement, waiter: Waiter) -> None:
+        self.args, self.waiter = args, waiter
         remote: Any = ray.remote(EngineActor)
         size = args.rollout_num_gpus_per_engine
         shares = [placement.engines[first : first + size] for first in range(0, len(placement.engines), size)]
         self._actors = [
-            # Two calls at a time: an engine that still starts can be stopped.
-            remote.options(**placement.options(devices[0], ENGINE_ENVIRONMENT), max_concurrency=2).remote(
+            # Several calls at a time: an engine that still starts can be stopped, and be asked how it is.
+            remote.options(**placement.options(devices[0], ENGINE_ENVIRONMENT), max_concurrency=CALLS_AT_A_TIME).remote(
                 engine_config(args, run_dir, index, devices), engine_key()
             )
             for index, devices in enumerate(shares)
@@ -69,9 +75,10 @@ class Engines:
         If an engine does not start, its error is raised.
         """
         self._starting = self._starting or self._start()
-        self._urls = ray.get(self._starting)
+        self._urls = self.waiter.get(self._starting, Wait("starting the engines"))
+        self.waiter.looks.append(self.troubles)
         if self.args.router and self._urls:
-            self._router = RouterProcess(self._urls, self._router_log)
+            self._router = RouterProcess(self._urls, self._router_log, self.args.engine_timeout)
             self._router.start()
         return self._urls
 
@@ -86,31 +93,48 @@ class Engines:
         try:
             yield
         except ray.exceptions.RayError as error:
-            found = ray.get([actor.trouble.remote() for actor in self._actors])
-            troubles = [f"engine {index}: {trouble}" for index, trouble in enumerate(found) if trouble]
-            if self._router and (trouble := self._router.trouble()):
-                troubles.append(trouble)
+            troubles = self.troubles()
             if not troubles:
                 raise
             raise EngineDiedError(f"{'; '.join(troubles)}; start again") from error
 
+    def troubles(self) -> list[str]:
+        """What is wrong with the engines and the router; takes a few seconds at most."""
+        answers = {actor.trouble.remote(): f"engine {index}" for index, actor in enumerate(self._actors)}
+        done = ray.wait(list(answers), num_returns=len(answers), timeout=LOOK_SECONDS)[0] if answers else []
+        found = []
+        for answer, name in answers.items():
+            try:
+                trouble = ray.get(answer) if answer in done else "its actor does not answer"
+            except ray.exceptions.RayError as error:
+                trouble = f"its actor ended ({type(error).__name__})"
+            if trouble:
+                found.append(f"{name}: {trouble}")
+        if self._router and (trouble := self._router.trouble()):
+            found.append(trouble)
+        return found
+
     def hold_still(self) -> None:
         """Take no new requests, end those under way (nobody waits for them any more), flush the caches."""
-        with closing(EngineGroup(self._urls)) as group:
+        with closing(EngineGroup(self._urls, self.args.sync_timeout)) as group:
             group.post("pause_generation", {"mode": "abort"})
             group.flush()
 
     def release(self, parts: tuple[str, ...]) -> None:
         """Give the memory of these parts to the trainer; only engines that hold still can."""
-        ray.get([actor.release_memory.remote(parts) for actor in self._actors])
+        timeout = self.args.sync_timeout
+        released = [actor.release_memory.remote(parts, timeout) for actor in self._actors]
+        self.waiter.get(released, Wait("freeing the engines' memory"))
 
     def resume(self, parts: tuple[str, ...]) -> None:
         """Take back memory that was released, and no other: SGLang knows no better than to die of it."""
-        ray.get([actor.resume_memory.remote(parts) for actor in self._actors])
+        timeout = self.args.sync_timeout
+        resumed = [actor.resume_memory.remote(parts, timeout) for actor in self._actors]
+        self.waiter.get(resumed, Wait("giving the engines their memory"))
 
     def go_on(self) -> None:
         """Take requests again."""
-        with closing(EngineGroup(self._urls)) as group:
+        with closing(EngineGroup(self._urls, self.args.sync_timeout)) as group:
             group.post("continue_generation", {})
 
     def stop(self) -> None:

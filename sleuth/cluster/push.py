@@ -49,7 +49,8 @@ class WeightPush:
             self._by_disk(urls, version)
         else:
             weights, in_band = self._trainer.hf_weights(), through == "in_band"
-            push_weights(urls, weights, version, sources=self._sources, ranks=self._ranks, in_band=in_band)
+            part = partial(push_weights, sources=self._sources, ranks=self._ranks, timeout=self._args.sync_timeout)
+            part(urls, weights, version, in_band=in_band)
 
     def close(self) -> None:
         """Leave the process group with the engines, where there is one."""
@@ -66,7 +67,9 @@ class WeightPush:
         if self._group is None:
             size = self._args.rollout_num_gpus_per_engine if torch.cuda.is_available() else 1
             stage = self._trainer.stage
-            self._group = BroadcastGroup(urls, stage=stage, ranks=self._ranks, tensor_parallel_size=size)
+            self._group = BroadcastGroup(
+                urls, stage=stage, ranks=self._ranks, tensor_parallel_size=size, timeout=self._args.sync_timeout
+            )
         self._group.push(self._trainer.stage_weights(), version)
 
     def _by_disk(self, urls: list[str], version: str) -> None:
@@ -85,4 +88,4 @@ class WeightPush:
 
         self._ranks.exchange(take_part)
         if self._ranks.leads:
-            load_weights_from_disk(urls, folder, version)
+            load_weights_from_disk(urls, folder, version, timeout=self._args.sync_timeout)

@@ -6,6 +6,7 @@ object store, and each rank fetches its share from there.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,12 +20,15 @@ from sleuth.cluster.engines import Engines
 from sleuth.cluster.logs import configure_logging
 from sleuth.cluster.memory_turns import Turn
 from sleuth.cluster.placement import Placement
+from sleuth.cluster.waiting import Wait, Waiter
 from sleuth.engine.key import engine_key, use_engine_key
+from sleuth.processes import ProcessName
 from sleuth.rollout.collector import relax_garbage_collector
 from sleuth.rollout.manager import RolloutManager, SupervisedManager
 from sleuth.rollout.replay import ReplayManager
 
-MEANWHILE_SECONDS = 2.0
+ROLLOUT = Wait("rollout", tells_time=False)
+"""The actor itself tells how far it is; each trajectory has its limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,9 @@ class RolloutActor:
         use_engine_key(engine_key)
         self.args, self.run_dir = args, run_dir
 
+    def process(self) -> ProcessName:
+        return ProcessName.of(os.getpid())
+
     def load(self) -> None:
         """Load data and hooks. The constructor does not: Ray would wrap a user's error there in one of its own."""
         self.manager = make_manager(self.args, self.run_dir)
@@ -79,13 +86,14 @@ class RolloutActor:
 
 
 class RolloutGroup:
-    """Manager and engines behind one object; in a supervised run there are no engines."""
+    """Manager and engines behind one object; in a supervised run there are no engines. `waiter` waits for them."""
 
-    def __init__(self, args: Args, run_dir: Path, placement: Placement) -> None:
+    def __init__(self, args: Args, run_dir: Path, placement: Placement, waiter: Waiter) -> None:
+        self.waiter = waiter
         actor: Any = ray.remote(RolloutActor)
         self._manager = actor.options(num_cpus=0).remote(args, run_dir, engine_key())
         self._loading = self._manager.load.remote()
-        self.engines = Engines(args, run_dir, placement)
+        self.engines = Engines(args, run_dir, placement, waiter)
         self.turn_to: Callable[[Turn], None] = lambda turn: None  # see `share_memory`
         self.meanwhile: Callable[[], None] = lambda: None  # done every few seconds while engines generate
         self.engine_urls: list[str] = []
@@ -93,32 +101,31 @@ class RolloutGroup:
 
     def wait_until_loaded(self) -> None:
         """Wait for data and hooks, while engines and trainer still start; ValueError if something in them is wrong."""
-        ray.get(self._loading)
+        self.waiter.watch("the rollout", ray.get(self._manager.process.remote()))
+        self.waiter.one(self._loading, Wait("loading data and hooks"))
 
     def wait_until_ready(self, state: dict[str, Any]) -> None:
         """Wait for the engines, and go on from the state of the checkpoint."""
         self.engine_urls = self.engines.wait_until_ready()
-        self.probe_ids = ray.get(self._manager.connect.remote(self.engine_urls, state, self.engines.router_url))
+        connected = self._manager.connect.remote(self.engine_urls, state, self.engines.router_url)
+        self.probe_ids = self.waiter.one(connected, Wait("connecting to the engines"))
 
     def generate(self, step: int) -> StepRefs:
         with self.deaths_explained():
+            self.waiter.prefix = f"step {step}: "
             self.turn_to(Turn.GENERATE)
-            return self._answer(self._manager.generate.remote(step))
+            return self.waiter.one(self._manager.generate.remote(step), ROLLOUT, self.meanwhile)
 
     def evaluate(self, step: int) -> dict[str, float]:
         with self.deaths_explained():
+            self.waiter.prefix = f"evaluation after step {step}: "
             self.turn_to(Turn.GENERATE)
-            return self._answer(self._manager.evaluate.remote(step))
-
-    def _answer(self, reference: ray.ObjectRef) -> Any:
-        while not ray.wait([reference], timeout=MEANWHILE_SECONDS)[0]:
-            self.meanwhile()
-        return ray.get(reference)
+            return self.waiter.one(self._manager.evaluate.remote(step), ROLLOUT, self.meanwhile)
 
     def probe_engines(self) -> list[list[float]]:
         """Each engine's log-probabilities (nats, temperature 1) of `probe_ids` after the first."""
         self.turn_to(Turn.GENERATE)
-        return ray.get(self._manager.probe_engines.remote())
+        return self.waiter.one(self._manager.probe_engines.remote(), Wait("asking the engines for the probe's scores"))
 
     @contextmanager
     def deaths_explained(self) -> Iterator[None]:
@@ -127,7 +134,7 @@ class RolloutGroup:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        return ray.get(self._manager.state_dict.remote())
+        return self.waiter.one(self._manager.state_dict.remote(), Wait("asking for the rollout's state"))
 
     def close(self) -> None:
         ray.kill(self._manager)  # first: its requests under way must not complain of engines that go

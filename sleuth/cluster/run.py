@@ -17,6 +17,7 @@ from sleuth.cluster.progress import Progress
 from sleuth.cluster.rollout_group import RolloutGroup, StepRefs
 from sleuth.cluster.signals import Interruption
 from sleuth.cluster.train_group import TrainGroup
+from sleuth.cluster.waiting import Waiter
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ def start_run(args: Args, run_dir: Path, interruption: Interruption) -> Iterator
     They start side by side, unless they share GPUs: then the engines come when the trainer has lent its memory.
     """
     with _rollout_side(args, run_dir) as (placement, rollout):
-        trainer = TrainGroup(args, run_dir, placement)
+        trainer = TrainGroup(args, run_dir, placement, rollout.waiter)
         rollout.wait_until_loaded()
         steps_done, state = trainer.wait_until_ready()
         if rollout.engines.share_gpus:
@@ -176,7 +177,7 @@ def _rollout_side(args: Args, run_dir: Path) -> Iterator[tuple[Placement, Rollou
     """Start Ray, reserve the devices, and begin to start the rollout group; stop all of it at the end of the block."""
     with ray_session(args):
         placement = place(args)
-        rollout = RolloutGroup(args, run_dir, placement)
+        rollout = RolloutGroup(args, run_dir, placement, Waiter())
         try:
             yield placement, rollout
         finally:

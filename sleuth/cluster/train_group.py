@@ -16,9 +16,12 @@ from sleuth.arguments import Args
 from sleuth.cluster.logs import configure_logging
 from sleuth.cluster.memory_turns import Turn
 from sleuth.cluster.placement import Placement
+from sleuth.cluster.waiting import Wait, Waiter
 from sleuth.engine.devices import check_granted
 from sleuth.engine.key import engine_key, use_engine_key
 from sleuth.meeting import join_meeting, open_meeting
+from sleuth.processes import ProcessName
+from sleuth.weight_sync.control import AFTERMATH_SECONDS
 from sleuth.weight_sync.sources import Source
 
 if TYPE_CHECKING:
@@ -49,6 +52,9 @@ class TrainActor:
         self.gpu_ids = [] if gpu_id is None else [gpu_id]
         self.sources = sources
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")  # of the one GPU that it sees
+
+    def process(self) -> ProcessName:
+        return ProcessName.of(os.getpid())
 
     def rendezvous(self) -> tuple[str, int]:
         """Open the place at which the ranks' process group meets; returns its address and port."""
@@ -97,10 +103,10 @@ class TrainActor:
 
 
 class TrainGroup:
-    """All ranks of the trainer."""
+    """All ranks of the trainer. `waiter` waits for them."""
 
-    def __init__(self, args: Args, run_dir: Path, placement: Placement) -> None:
-        self.args = args
+    def __init__(self, args: Args, run_dir: Path, placement: Placement, waiter: Waiter) -> None:
+        self.args, self.waiter = args, waiter
         remote: Any = ray.remote(TrainActor)
         env = {"TORCHDYNAMO_DISABLE": "1"} if placement.trainer[0].gpu_id is None else {}
         world_size = len(placement.trainer)
@@ -117,37 +123,46 @@ class TrainGroup:
 
     def wait_until_ready(self) -> tuple[int, dict[str, Any]]:
         """Steps done so far (0 in a new run) and the rollout state of the checkpoint ({} in a new run)."""
-        return ray.get(self._start)[0]
+        for rank, process in enumerate(ray.get([actor.process.remote() for actor in self._actors])):
+            self.waiter.watch(f"trainer rank {rank}", process)
+        return self._wait(self._start, "starting the trainer", limited=False)[0]
+
+    def _wait(self, references: list[ray.ObjectRef], what: str, *, limited: bool = True) -> list[Any]:
+        limit = self.args.train_timeout if limited else None
+        return self.waiter.get(references, Wait(what, limit, "--train-timeout"))
 
     def train(self, shards: list[ray.ObjectRef]) -> dict[str, float]:
         """Train on one step's data, `shards[data-parallel rank]`; metrics are equal on all ranks."""
         self.turn_to(Turn.TRAIN)
-        return ray.get([actor.train.remote(shards) for actor in self._actors])[0]
+        return self._wait([actor.train.remote(shards) for actor in self._actors], "training")[0]
 
     def lend(self, parts: tuple[Part, ...]) -> None:
         """Free the memory of these parts on every rank's device."""
-        ray.get([actor.lend.remote(parts) for actor in self._actors])
+        self._wait([actor.lend.remote(parts) for actor in self._actors], "moving the trainer out of the GPU")
 
     def take_back(self, parts: tuple[Part, ...]) -> None:
         """Bring back what was lent."""
-        ray.get([actor.take_back.remote(parts) for actor in self._actors])
+        self._wait([actor.take_back.remote(parts) for actor in self._actors], "moving the trainer into the GPU")
 
     def push_weights(self, engine_urls: list[str], version: str) -> None:
         self.turn_to(Turn.SYNC)
-        ray.get([actor.push_weights.remote(engine_urls, version) for actor in self._actors])
+        sent = [actor.push_weights.remote(engine_urls, version) for actor in self._actors]
+        # An update that takes too long fails by itself, with the engine's name, unless a trainer process is stuck.
+        limit = self.args.sync_timeout + AFTERMATH_SECONDS * 2
+        self.waiter.get(sent, Wait(f"sending weights {version} to the engines", limit, "--sync-timeout and a minute:"))
 
     def score(self, token_ids: list[int]) -> list[float]:
         """Log-probabilities (nats, temperature 1) of each id but the first."""
-        return ray.get([actor.score.remote(token_ids) for actor in self._actors])[0]
+        return self._wait([actor.score.remote(token_ids) for actor in self._actors], "scoring the probe")[0]
 
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
         """Begin to save; `finish_save` ends it. An earlier save is finished first."""
         self.turn_to(Turn.SAVE)
-        ray.get([actor.save.remote(step, rollout_state) for actor in self._actors])
+        self._wait([actor.save.remote(step, rollout_state) for actor in self._actors], "saving")
 
     def finish_save(self, *, wait: bool) -> bool:
         """Publish the checkpoint that was begun; without `wait`, only if it is written. Whether that is done."""
-        return ray.get([actor.finish_save.remote(wait) for actor in self._actors])[0]
+        return self._wait([actor.finish_save.remote(wait) for actor in self._actors], "writing the checkpoint")[0]
 
     def close(self) -> None:
         """Let the ranks take leave of the engines; what does not answer in time is left to its end."""

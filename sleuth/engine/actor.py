@@ -30,8 +30,8 @@ class EngineActor:
     def stop(self) -> None:
         self._server.stop()
 
-    def release_memory(self, tags: tuple[str, ...] | None = None) -> None:
-        self._server.release_memory(tags)
+    def release_memory(self, tags: tuple[str, ...] | None = None, timeout: float = 120.0) -> None:
+        self._server.release_memory(tags, timeout)
 
-    def resume_memory(self, tags: tuple[str, ...] | None = None) -> None:
-        self._server.resume_memory(tags)
+    def resume_memory(self, tags: tuple[str, ...] | None = None, timeout: float = 120.0) -> None:
+        self._server.resume_memory(tags, timeout)

@@ -12,6 +12,7 @@ from its environment, and asks its own callers for it, too.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -27,7 +28,7 @@ import requests
 from sleuth.engine.key import VARIABLE, engine_key, engine_session
 from sleuth.engine.launch import watch_owner
 from sleuth.engine.process_group import kill_group
-from sleuth.engine.server import HOST, PACKAGE_ROOT, free_port
+from sleuth.engine.server import HOST, NAME_PATH, PACKAGE_ROOT, free_port
 from sleuth.loopback import without_proxy
 
 START_SECONDS = 60.0
@@ -35,9 +36,6 @@ POLL_SECONDS = 0.2
 PORT_ATTEMPTS = 3
 SERVE = "serve"
 LOG_TAIL_LINES = 15
-HEALTH_PATH = "/model_info"
-"""Not /health: an engine answers that by generating a token, and dies of it while its memory is lent."""
-REQUEST_SECONDS = 1800
 
 
 class RouterError(RuntimeError):
@@ -45,9 +43,10 @@ class RouterError(RuntimeError):
 
 
 class RouterProcess:
-    """The router of the engines at `engine_urls`."""
+    """The router of the engines at `engine_urls`. `timeout`: seconds for one request."""
 
-    def __init__(self, engine_urls: Sequence[str], log_path: Path) -> None:
+    def __init__(self, engine_urls: Sequence[str], log_path: Path, timeout: float = 1800.0) -> None:
+        self._timeout = math.ceil(timeout)
         self.engine_urls, self.log_path = list(engine_urls), log_path
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = Path()
@@ -102,7 +101,7 @@ class RouterProcess:
         environment[VARIABLE] = engine_key()
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [*command, *router_args(self.engine_urls, port, free_port())],
+                [*command, *router_args(self.engine_urls, port, free_port(), self._timeout)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -136,16 +135,19 @@ class RouterProcess:
         return "(there is no log)"
 
 
-def router_args(engine_urls: Sequence[str], port: int, metrics_port: int) -> list[str]:
-    """The arguments of sglang_router.launch_router; `metrics_port` is one of its own, which two runs cannot share."""
+def router_args(engine_urls: Sequence[str], port: int, metrics_port: int, timeout: int) -> list[str]:
+    """The arguments of sglang_router.launch_router; `metrics_port` is one of its own, which two runs cannot share.
+
+    `timeout`: seconds for one request.
+    """
     named = {
         "--policy": "cache_aware",
         "--host": HOST,
         "--port": port,
         "--prometheus-host": HOST,  # else every network of the machine can read its metrics
         "--prometheus-port": metrics_port,
-        "--health-check-endpoint": HEALTH_PATH,
-        "--request-timeout-secs": REQUEST_SECONDS,
+        "--health-check-endpoint": f"/{NAME_PATH}",  # not /health, which generates a token
+        "--request-timeout-secs": timeout,
         "--log-level": "warn",
     }
     return ["--worker-urls", *engine_urls, *(str(word) for item in named.items() for word in item)]

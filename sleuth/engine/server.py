@@ -46,6 +46,8 @@ KILL_SECONDS = 10.0
 DYING_SECONDS = 5.0
 LOG_TAIL_LINES = 25
 MAX_TEMPORARY_FOLDER = 50  # bytes: a Unix socket's path has at most 107, and the server's lie up to 56 below
+NAME_PATH = "model_info"
+"""What a server answers without asking its scheduler, so that it can be asked while its memory is lent."""
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**28), "MALLOC_TRIM_THRESHOLD_": str(2**28)}
 """Has glibc keep up to 256 MB of freed memory: weights arrive in buckets, each of which would need new pages."""
 PORT_TAKEN = ("address already in use", "EADDRINUSE")
@@ -147,18 +149,19 @@ class EngineServer:
         return process is not None and process.poll() is None
 
     def is_healthy(self, timeout: float = 5.0) -> bool:
-        """Whether the server answers within `timeout` seconds."""
-        if not self.is_alive():
-            return False
-        try:
-            with engine_session() as session:
-                return session.get(f"{self.url}/health", timeout=timeout).status_code == 200
-        except requests.RequestException:
-            return False
+        """Whether the server generates a token within `timeout` seconds; it dies of that while its memory is lent."""
+        return self.is_alive() and self._answers("health", timeout)
 
     def trouble(self) -> str | None:
-        """What is wrong with a started server: how it ended, or that it does not answer. None if nothing is wrong."""
-        if self.is_healthy():
+        """What is wrong with a started server: how it ended, or that it does not answer. None if nothing is wrong.
+
+        It costs the engine nothing, and can be asked at any time: the server is asked for its name, not for a token,
+        and its other processes are looked at from outside.
+        """
+        if self.is_alive() and (stopped := self._stopped()):
+            pids = " ".join(str(process.pid) for process in stopped)
+            return f"the engine at {self.url} is stopped (SIGSTOP; `kill -CONT {pids}` lets it go on)"
+        if self.is_alive() and self._answers():
             return None
         with contextlib.suppress(subprocess.TimeoutExpired):
             if self._process is not None:
@@ -168,6 +171,22 @@ class EngineServer:
         code = self._process.returncode if self._process else 0
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return f"the engine at {self.url} {how}; its log: {self.log_path}"
+
+    def _stopped(self) -> list[psutil.Process]:
+        """The server's processes that were stopped by a signal."""
+        found = []
+        for process in group_members(self._process.pid) if self._process else []:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() == psutil.STATUS_STOPPED:
+                    found.append(process)
+        return found
+
+    def _answers(self, path: str = NAME_PATH, timeout: float = 5.0) -> bool:
+        try:
+            with engine_session() as session:
+                return session.get(f"{self.url}/{path}", timeout=timeout).status_code == 200
+        except requests.RequestException:
+            return False
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
         """The last lines of the log."""

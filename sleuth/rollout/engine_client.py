@@ -14,7 +14,6 @@ import asyncio
 import json
 import logging
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,9 +23,10 @@ import aiohttp
 import orjson
 import tenacity
 
+from sleuth.activity import waiting_for
 from sleuth.engine.key import engine_headers
 from sleuth.hooks.context import Generation, StopRunError
-from sleuth.retries import failure, with_retries
+from sleuth.retries import RetryTeller, with_retries
 from sleuth.rollout.routing import Router
 from sleuth.sample import check_range
 
@@ -97,7 +97,7 @@ class EngineClient:
         self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=10.0)
         self._attempts = attempts
         self._wait = tenacity.wait_random_exponential(multiplier=first_wait, max=MAX_WAIT_SECONDS)
-        self._next_warning = 0.0
+        self._tell = RetryTeller(logger, "attempt", WARNING_SECONDS)
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -168,13 +168,9 @@ class EngineClient:
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
         async def attempt() -> tuple[str, dict[str, Any]]:
-            with self._router.place(body["input_ids"]) as url:
+            with self._router.place(body["input_ids"]) as url, waiting_for(f"engine {url}"):
                 async with self._places[url]:
-                    try:
-                        return url, await self._request(url, path, data)
-                    except _TransientError:
-                        self._router.failed(url)
-                        raise
+                    return url, await self._send(url, path, data)
 
         return await with_retries(
             attempt,
@@ -184,13 +180,12 @@ class EngineClient:
             before_sleep=self._tell,
         )
 
-    def _tell(self, state: tenacity.RetryCallState) -> None:
-        """Log a failed attempt. If an engine dies, all its requests fail at once: only one is shown on the terminal."""
-        now = time.monotonic()
-        level = logging.INFO if now < self._next_warning else logging.WARNING
-        if level == logging.WARNING:
-            self._next_warning = now + WARNING_SECONDS
-        logger.log(level, "attempt %d: %s", state.attempt_number, failure(state))
+    async def _send(self, url: str, path: str, data: bytes) -> dict[str, Any]:
+        try:
+            return await self._request(url, path, data)
+        except _TransientError:
+            self._router.failed(url)
+            raise
 
     async def _request(self, url: str, path: str, data: bytes) -> dict[str, Any]:
         session = self._open_session()
@@ -202,7 +197,9 @@ class EngineClient:
                 f"{url}/{path} did not accept a connection ({type(error).__name__}: {error}); is the engine busy?"
             ) from error
         except TimeoutError as error:
-            raise EngineError(f"{url}/{path} gave no answer within {self._timeout.total} s") from error
+            raise EngineError(
+                f"{url}/{path} gave no answer within {self._timeout.total:g} s: is it stopped, or overloaded?"
+            ) from error
         except aiohttp.ClientError as error:
             raise _TransientError(
                 f"{url}/{path} cannot be reached ({type(error).__name__}: {error}); has the engine died?"

@@ -8,37 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import sys
-import threading
 import time
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from numbers import Real
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from sleuth.activity import noted
 from sleuth.arguments import Args
 from sleuth.hooks import FailSample, StopRunError, accepts_evaluation, load_hook, rollout_context, single_turn
 from sleuth.rollout.routing import one_trajectory
+from sleuth.rollout.user_code import user_place
+from sleuth.rollout.watch import Call, HookBlockedError, Kind, Watch
 from sleuth.sample import Sample, SampleStatus, StopReason, TokenTrace, check_reason, shortened
 from sleuth.secrets import redact
 
 logger = logging.getLogger(__name__)
 
 UNUSABLE = (SampleStatus.FAILED, SampleStatus.ABORTED)
-QUIET_SECONDS = 30.0
-"""After so long without a finished trajectory a line says how many are under way, and where the oldest waits."""
-BLOCKED_SECONDS = 1.0
-"""An event loop that does nothing else for so long is blocked by what it runs."""
 LARGEST_REWARD = 1e6
 """A reward beyond it is told."""
 LONGEST_MESSAGE = 1000
 """Characters of an exception's text that are kept; a sample's error also says where it was raised."""
-
-Kind = Literal["generate", "reward"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +52,6 @@ def load_hooks(args: Args) -> Hooks:
     )
 
 
-@dataclass(slots=True)
-class _Call:
-    """A hook that is under way."""
-
-    kind: Kind
-    sample: Sample
-    task: asyncio.Task[Any] | None
-    start: float
-
-
 class HookRunner:
     """Runs generate and reward hooks, and keeps track of those under way."""
 
@@ -78,10 +60,9 @@ class HookRunner:
     ) -> None:
         """`on_error` is called with what a hook raised, in addition to the log."""
         self.args, self.hooks, self._on_error = args, hooks, on_error
-        self.finished = 0
+        self._watch = Watch(args.hook_timeout)
         self._told_large = False
         self._takes_evaluation = accepts_evaluation(hooks.generate)
-        self._calls: dict[int, _Call] = {}
 
     async def run(self, sample: Sample, params: dict[str, Any], evaluation: bool) -> Sample:
         """The finished and scored sample, or a FAILED one with the reason if a hook failed. Passes on StopRunError."""
@@ -98,7 +79,7 @@ class HookRunner:
                     _check_report(sample)
         except _HookFailedError as failure:
             sample.status, sample.stop_reason, sample.error = SampleStatus.FAILED, failure.reason, str(failure)
-        self.finished += 1
+        self._watch.ended(usable=sample.status not in UNUSABLE)
         return sample
 
     def _tell_large(self, sample: Sample) -> None:
@@ -115,23 +96,26 @@ class HookRunner:
     @asynccontextmanager
     async def _call(self, kind: Kind, sample: Sample) -> AsyncIterator[None]:
         """Watch the hook in the block, bound it by `--hook-timeout`, and raise its errors as _HookFailedError."""
-        call = _Call(kind, sample, asyncio.current_task(), time.monotonic())
-        self._calls[id(call)] = call
         limit = asyncio.timeout(self.args.hook_timeout)
-        try:
-            async with limit:
-                yield
-        except (KeyboardInterrupt, GeneratorExit):
-            raise  # of someone who wants an end
-        except BaseException as error:  # some libraries' errors are no Exception
-            if isinstance(error, asyncio.CancelledError) and call.task is not None and call.task.cancelling():
-                raise  # the rollout ends; else the hook awaited something that others cancelled
-            cause = _cause(error)
-            if isinstance(cause, StopRunError):
-                raise cause from None
-            raise self._failure(kind, sample, cause, timed_out=limit.expired()) from None
-        finally:
-            del self._calls[id(call)]
+        task = asyncio.current_task()
+        with noted() as activities:
+            call = Call(kind, sample, task, time.monotonic(), activities)
+            self._watch.calls[id(call)] = call
+            try:
+                async with limit:
+                    yield
+            except (KeyboardInterrupt, GeneratorExit):
+                raise  # of someone who wants an end
+            except BaseException as error:  # some libraries' errors are no Exception
+                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                    raise  # the rollout ends; else the hook awaited something that others cancelled
+                cause = _cause(error)
+                if isinstance(cause, StopRunError):
+                    raise cause from None
+                timed_out = limit.expired() or isinstance(cause, HookBlockedError)
+                raise self._failure(kind, sample, cause, timed_out=timed_out) from None
+            finally:
+                del self._watch.calls[id(call)]
 
     def _failure(self, kind: Kind, sample: Sample, error: BaseException, *, timed_out: bool) -> _HookFailedError:
         name = _name(self.hooks.generate if kind == "generate" else self.hooks.reward)
@@ -140,51 +124,23 @@ class HookRunner:
         if self._on_error is not None:
             self._on_error(sample, error)
         if timed_out:
-            text = f"{where}: no result within --hook-timeout {self.args.hook_timeout:g} s{_place(error)}"
+            text = f"{where}: no result within --hook-timeout {self.args.hook_timeout:g} s{user_place(error)}"
             return _HookFailedError(StopReason.HOOK_TIMEOUT, text)
         if isinstance(error, FailSample):
             return _HookFailedError(error.reason, f"{where}: {_one_line(error)}")
         reason = StopReason.HOOK_ERROR if kind == "generate" else StopReason.REWARD_ERROR
-        return _HookFailedError(reason, f"{where}: {told(error)}{_place(error)}")
+        return _HookFailedError(reason, f"{where}: {told(error)}{user_place(error)}")
 
-    @asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
-        """In the block, log a line whenever nothing has finished for a while.
+    def watching(self, what: str, total: int) -> AbstractContextManager[None]:
+        """In the block, tell of long waits and of hooks that block the event loop (`sleuth.rollout.watch`).
 
-        A thread does it: a hook that blocks the event loop would keep a task from telling so.
+        `what`, such as "step 3", has `total` trajectories.
         """
-        done = threading.Event()
-        loop, thread = asyncio.get_running_loop(), threading.get_ident()
-        threading.Thread(target=self._watch, args=(done, loop, thread), daemon=True).start()
-        try:
-            yield
-        finally:
-            done.set()
+        return self._watch.over(what, total)
 
-    def _watch(self, done: threading.Event, loop: asyncio.AbstractEventLoop, thread: int) -> None:
-        seen = self.finished
-        while not done.wait(QUIET_SECONDS):
-            calls = list(self._calls.values())
-            if self.finished == seen and calls:
-                blocked = _blocked_at(loop, thread)
-                if not done.is_set():
-                    logger.warning(self._describe(calls, blocked))
-            seen = self.finished
-
-    def _describe(self, calls: list[_Call], blocked: str | None) -> str:
-        """A sentence that says how many trajectories are under way, and where the oldest one waits."""
-        oldest = min(calls, key=lambda call: call.start)
-        seconds = time.monotonic() - oldest.start
-        text = (
-            f"{self.finished} trajectories finished, {len(calls)} under way; the oldest, sample "
-            f"{oldest.sample.index} ({oldest.sample.where}), is in the {oldest.kind} hook for {seconds:.0f} s"
-        )
-        if blocked is None:
-            return f"{text}, at {_waits_at(oldest.task)}"
-        return (
-            f"{text}; all of them wait for {blocked}, which blocks the event loop, so that --hook-timeout cannot end "
-            "it: use an async library there, or await asyncio.to_thread(...)"
-        )
+    def note_taken(self) -> None:
+        """A trajectory is there without that a hook ran."""
+        self._watch.ended(usable=True)
 
 
 class _HookFailedError(Exception):
@@ -271,65 +227,3 @@ def _one_line(error: BaseException) -> str:
     except Exception:  # aiohttp's errors, made without a request, cannot be written
         return "its text cannot be made"
     return shortened(text, LONGEST_MESSAGE)
-
-
-def _place(error: BaseException) -> str:
-    """The innermost line of the user's own code, as in ` (my_hook.py:12)`; empty if there is none."""
-    frames = _user_frames(error)
-    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-
-
-def user_traceback(error: BaseException) -> str:
-    """A traceback of the error that shows only lines of the user's own code."""
-    return "".join([*traceback.format_list(_user_frames(error)), *traceback.format_exception_only(error)])
-
-
-def _user_frames(error: BaseException | None) -> list[traceback.FrameSummary]:
-    """The frames of the user's own code, outermost first; if the error has none, those of the error that caused it."""
-    while error is not None:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-        if frames:
-            return frames
-        error = error.__cause__ or error.__context__
-    return []
-
-
-_OURS = f"{Path(__file__).resolve().parent.parent}{os.sep}"
-_LIBRARIES = tuple({sys.prefix, sys.base_prefix})
-
-
-def _is_users(filename: str) -> bool:
-    return not filename.startswith(("<", _OURS)) and "site-packages" not in filename and not _is_standard(filename)
-
-
-def _is_standard(filename: str) -> bool:
-    return filename.startswith(tuple(f"{prefix}/lib" for prefix in _LIBRARIES))
-
-
-def _blocked_at(loop: asyncio.AbstractEventLoop, thread: int) -> str | None:
-    """The line of the user's own code that keeps an event loop, which runs in `thread`, from all else; None if none."""
-    alive = threading.Event()
-    try:
-        loop.call_soon_threadsafe(alive.set)
-    except RuntimeError:  # closed
-        return None
-    frame = None if alive.wait(BLOCKED_SECONDS) else sys._current_frames().get(thread)
-    stack = traceback.extract_stack(frame) if frame else []
-    places = [entry for entry in stack if _is_users(entry.filename)] or stack
-    return f"{Path(places[-1].filename).name}:{places[-1].lineno} in {places[-1].name}" if places else None
-
-
-def _waits_at(task: asyncio.Task[Any] | None) -> str:
-    """The innermost line of the user's own code at which a task waits, as in `my_hook.py:12 in judge`."""
-    awaited: Any = task.get_coro() if task is not None else None
-    places = []
-    while awaited is not None:
-        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "ag_frame", None)
-        if frame is not None:
-            places.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "ag_await", None)
-    chosen = [place for place in places if _is_users(place[0])] or places
-    if not chosen:
-        return "an unknown place"
-    filename, line, function = chosen[-1]
-    return f"{Path(filename).name}:{line} in {function}"

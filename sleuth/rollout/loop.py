@@ -117,14 +117,17 @@ class GenerationLoop:
         self._runner = HookRunner(args, hooks)
 
     async def rollout(
-        self, next_rows: Callable[[int], Sequence[PromptRow]], journal: FinishedSamples | None = None
+        self,
+        next_rows: Callable[[int], Sequence[PromptRow]],
+        journal: FinishedSamples | None = None,
+        what: str = "rollout",
     ) -> Rollout:
         """Generate and score `rollout_batch_size` groups; `next_rows(n)` gives the next prompts.
 
         A failed trajectory is generated anew. A group that the filter rejects is replaced by the
         next prompt. Samples that the journal has are taken from it, and the others written to it.
         Raises RolloutError when more than `--max-failure-rate` of a step's trajectories fail, or
-        the filter keeps next to nothing.
+        the filter keeps next to nothing. `what`, such as "step 3", is told in lines about long waits.
         """
         args = self.args
         params = rollout_parameters(args)
@@ -133,7 +136,7 @@ class GenerationLoop:
         group_indices = itertools.count()
         while missing := args.rollout_batch_size - len(rollout.groups):
             groups = [_group(row, next(group_indices), args.n_samples_per_prompt) for row in next_rows(missing)]
-            for group in await self._run_groups(groups, params, budget, journal=journal):
+            for group in await self._run_groups(groups, params, budget, what, journal=journal):
                 if self._keeps(group):
                     rollout.groups.append(group)
                 else:
@@ -151,6 +154,7 @@ class GenerationLoop:
         self,
         rows: Iterable[PromptRow],
         temperature: float,
+        what: str = "evaluation",
         *,
         journal: FinishedSamples | None = None,
         at_once: int | None = None,
@@ -168,7 +172,7 @@ class GenerationLoop:
         )
         groups = [_group(row, i, args.n_samples_per_eval_prompt) for i, row in enumerate(rows)]
         budget = self._budget(sum(map(len, groups)))
-        done = await self._run_groups(groups, params, budget, evaluation=True, journal=journal, at_once=at_once)
+        done = await self._run_groups(groups, params, budget, what, evaluation=True, journal=journal, at_once=at_once)
         return Rollout(done, budget.failed)
 
     def _keeps(self, group: list[Sample]) -> bool:
@@ -190,6 +194,7 @@ class GenerationLoop:
         groups: list[list[NewSample]],
         params: dict[str, Any],
         budget: FailureBudget,
+        what: str,
         *,
         evaluation: bool = False,
         journal: FinishedSamples | None = None,
@@ -199,6 +204,7 @@ class GenerationLoop:
 
         async def run(new_sample: NewSample) -> Sample:
             if journal is not None and (recorded := journal.take(new_sample())) is not None:
+                self._runner.note_taken()
                 return recorded
             async with places:
                 sample = await self._run_until_usable(new_sample, params, budget, evaluation)
@@ -207,8 +213,9 @@ class GenerationLoop:
             return sample
 
         try:
-            async with self._runner.watching(), asyncio.TaskGroup() as tasks:
-                running = [[tasks.create_task(run(new_sample)) for new_sample in group] for group in groups]
+            with self._runner.watching(what, sum(map(len, groups))):
+                async with asyncio.TaskGroup() as tasks:
+                    running = [[tasks.create_task(run(new_sample)) for new_sample in group] for group in groups]
         except BaseExceptionGroup as errors:
             # Raise only the first error: the other tasks were cancelled because of it.
             raise _portable(next(_leaves(errors))) from None

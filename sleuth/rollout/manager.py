@@ -85,7 +85,7 @@ class RolloutManager:
         self.engine.take_cached_share()
         start = time.perf_counter()
         journal = None if self.journal is None else self.journal.step(step)
-        rollout = self._run(self.loop.rollout(self.stream.next_groups, journal))
+        rollout = self._run(self.loop.rollout(self.stream.next_groups, journal, f"step {step}"))
         seconds = time.perf_counter() - start
         samples = rollout.samples
         shaping = shape_rewards(self.args, samples)
@@ -106,7 +106,7 @@ class RolloutManager:
             for temperature in self.args.eval_temperature:
                 full_name = evaluation_name(name, temperature)
                 drain_step_metrics()  # of what came before, and so below
-                rollout = self._run(self.loop.evaluate(rows, temperature))
+                rollout = self._run(self.loop.evaluate(rows, temperature, f"evaluation of {full_name}"))
                 metrics |= evaluation_metrics(rollout.samples, full_name, rollout.failed)
                 if wait := overlong_wait(rollout.samples):
                     logger.warning("evaluation %s: %s", full_name, wait)
@@ -130,14 +130,15 @@ class RolloutManager:
 
     async def _score_everywhere(self, ids: list[int]) -> list[list[float]]:
         async def score(url: str) -> list[float]:
-            async with self._client([url]) as engine:
+            async with self._client([url], timeout=self.args.sync_timeout) as engine:
                 return await engine.score(ids)
 
         return await asyncio.gather(*map(score, self.engine.urls))
 
-    def _client(self, urls: Sequence[str], router_url: str | None = None) -> EngineClient:
+    def _client(self, urls: Sequence[str], router_url: str | None = None, timeout: float | None = None) -> EngineClient:
         return EngineClient(
             urls,
+            timeout=timeout or self.args.engine_timeout,
             max_concurrency=self.args.rollout_max_concurrency,
             vocab_size=self.vocab_size,
             router_url=router_url,

@@ -17,13 +17,16 @@ import pydantic
 import tenacity
 from yarl import URL
 
-from sleuth.retries import failure, with_retries
+from sleuth.activity import waiting_for
+from sleuth.retries import RetryTeller, failure, with_retries
 from sleuth.secrets import redact, without_passwords
 
 logger = logging.getLogger(__name__)
 
 FIRST_WAIT_SECONDS = 0.25
 MAX_WAIT_SECONDS = 20.0
+WARNING_SECONDS = 30.0
+"""Between two warnings of failed attempts."""
 MAX_ANSWER_BYTES = 32 * 1024 * 1024
 """Of an answer's body, decompressed: a hundred passages take less than one of these megabytes."""
 MAX_REDIRECTS = 5
@@ -110,7 +113,8 @@ async def request_text(method: str, url: str, *, timeout: float, hidden: str | N
     name = without_passwords(url)
     try:
         async with asyncio.timeout(timeout):
-            return await _request(method, url, name, hidden, options)
+            with waiting_for(f"search at {name}"):
+                return await _request(method, url, name, hidden, options)
     except QueryError:
         raise
     except TimeoutError:
@@ -230,10 +234,11 @@ async def with_search_retries(attempt: Callable[[], Awaitable[T]], retries: int)
         is_transient=lambda error: isinstance(error, SearchError) and error.retryable,
         attempts=retries + 1,
         wait=_wait_seconds,
-        before_sleep=lambda state: logger.debug("search attempt %d failed: %s", state.attempt_number, failure(state)),
+        before_sleep=_tell,
     )
 
 
+_tell = RetryTeller(logger, "failed search, attempt", WARNING_SECONDS)
 _exponential = tenacity.wait_exponential(multiplier=FIRST_WAIT_SECONDS, max=MAX_WAIT_SECONDS)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from sleuth.activity import waiting_for
 from sleuth.hooks.context import StopRunError, step_metrics
 from sleuth.search.http import QueryError, SearchError, clean_query, is_query_fault, with_search_retries
 from sleuth.search.observation import Passage, to_passage
@@ -68,7 +69,8 @@ class SearchService:
             return self._cache[query]
         while (under_way := self._under_way.get(query)) is not None:
             _statistics.count("joined")
-            await asyncio.wait([under_way])
+            with waiting_for("search for the same query by another trajectory"):
+                await asyncio.wait([under_way])
             if not under_way.cancelled():
                 return under_way.result()
             # Whoever asked was cancelled; one of those who waited asks again.
@@ -154,7 +156,8 @@ def guarded_backend(
     async def attempt(query: str) -> Sequence[Any]:
         try:
             async with asyncio.timeout(timeout):
-                found = await function(clean_query(query), topk)
+                with waiting_for(f"search by {name}"):
+                    found = await function(clean_query(query), topk)
             return found[:topk] if isinstance(found, list | tuple) else found  # what else it is, is told later
         except (SearchError, QueryError):
             raise

@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from sleuth.cluster.engines import EngineDiedError, Engines
+from sleuth.cluster.waiting import Waiter
 
 
 class ScriptedActor:
@@ -21,29 +22,41 @@ class ScriptedActor:
         def remote(*args: Any) -> Any:
             self.notes.append((name, *args))
             if name in self.failing:
-                return RuntimeError(name)
-            return self.answer if name == "trouble" else None
+                return Answer(RuntimeError(name))
+            return Answer(self.answer if name == "trouble" else None)
 
         return SimpleNamespace(remote=remote)
 
 
-def get(answers: list[Any], timeout: float | None = None) -> list[Any]:
+class Answer:
+    """Stands for a reference to what an actor answers."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def get(answers: Any, timeout: float | None = None) -> Any:
     """As ray.get: raises what a call raised."""
-    for answer in answers:
+    if isinstance(answers, Answer):
+        return get([answers])[0]
+    values = [answer.value for answer in answers]
+    for answer in values:
         if isinstance(answer, Exception):
             raise answer
-    return answers
+    return values
 
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", lambda answers, num_returns, timeout: (answers, []))
     return []
 
 
 def engines(*actors: ScriptedActor, colocate: bool = True, on_gpu: bool = True) -> Engines:
     made = object.__new__(Engines)
     made.args, made._router = SimpleNamespace(router=False), None  # type: ignore[assignment]
+    made.waiter = Waiter()
     made._actors, made._on_gpu, made.share_gpus = list(actors), on_gpu, colocate and on_gpu
     made._starting = [] if made.share_gpus else made._start()
     return made

@@ -23,6 +23,7 @@ from sleuth.cluster.rollout_group import RolloutGroup, StepRefs
 from sleuth.cluster.run import Run, share_memory
 from sleuth.cluster.signals import Interruption
 from sleuth.cluster.train_group import TrainGroup
+from sleuth.cluster.waiting import Waiter
 from sleuth.weight_sync.control import EngineGroup
 
 CAPACITY = 80
@@ -143,7 +144,7 @@ def actor(**methods: Any) -> Any:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setattr(ray, "get", lambda answer, timeout=None: answer)
-    monkeypatch.setattr(ray, "wait", lambda answers, timeout: (answers, []))
+    monkeypatch.setattr(ray, "wait", lambda answers, num_returns, timeout: (answers, []))
     monkeypatch.setattr(EngineGroup, "_post_one", lambda self, url, path, body: made.post(path, body))
     return made
 
@@ -161,15 +162,20 @@ def start(machine: Machine, **changes: Any) -> Run:
             "save_interval": 2,
             "max_logprob_diff": 1e-9,
             "write": lambda path: None,
+            "sync_timeout": 1.0,
+            "train_timeout": 1.0,
         }
         | changes
     )
     trainer, rollout, engines = (object.__new__(cls) for cls in (TrainGroup, RolloutGroup, Engines))
     engines.args, engines._urls = args, ["http://engine"]
+    trainer.args = args
+    trainer.waiter = rollout.waiter = engines.waiter = Waiter()
+    rollout.meanwhile = lambda: None
     engines._actors = [
         actor(
-            release_memory=lambda tags: machine.post("release_memory_occupation", {"tags": tags}),
-            resume_memory=lambda tags: machine.post("resume_memory_occupation", {"tags": tags}),
+            release_memory=lambda tags, timeout: machine.post("release_memory_occupation", {"tags": tags}),
+            resume_memory=lambda tags, timeout: machine.post("resume_memory_occupation", {"tags": tags}),
         )
     ]
     rollout.engines, rollout.engine_urls, rollout.probe_ids = engines, ["http://engine"], [5, 6]

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from sleuth.engine.key import engine_session
-from sleuth.engine.router import HEALTH_PATH, RouterError, RouterProcess, router_args
+from sleuth.engine.router import RouterError, RouterProcess, router_args
 from sleuth.engine.server import EngineConfig, EngineServer
 from sleuth.loopback import direct_session
 from sleuth.rollout.engine_client import EngineClient, EngineError
@@ -144,6 +144,6 @@ def test_a_router_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest
 
 
 def test_health_is_asked_without_generating() -> None:
-    words = router_args(["http://a", "http://b"], 5, 6)
+    words = router_args(["http://a", "http://b"], 5, 6, 60)
     assert words[:3] == ["--worker-urls", "http://a", "http://b"]
-    assert words[words.index("--health-check-endpoint") + 1] == HEALTH_PATH != "/health"
+    assert words[words.index("--health-check-endpoint") + 1] == "/model_info"  # /health generates

@@ -97,13 +97,19 @@ def test_an_actor_starts_notices_death_restarts_and_leaves_nothing(model_path: P
         with pytest.raises(RuntimeError, match="already runs"):
             actor.start()
         actor.release_memory()
+        assert actor.trouble() is None  # asked for a token, it would die now
         actor.resume_memory(("weights",))
         actor.resume_memory(("kv_cache",))
         assert actor.trouble() is None
         members, files = remains_of(server)
+        scheduler = next(p for p in members if "scheduler" in " ".join(p.cmdline()))
+        scheduler.suspend()
+        assert f"is stopped (SIGSTOP; `kill -CONT {scheduler.pid}` lets it go on)" in (actor.trouble() or "")
+        scheduler.resume()
+        assert actor.trouble() is None
 
         # A killed scheduler takes the server down: that is noticed, and another can be started.
-        next(p for p in members if "scheduler" in " ".join(p.cmdline())).kill()
+        scheduler.kill()
         deadline = time.monotonic() + 60
         while server.is_alive() and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 from sleuth.hooks import FailSample, Generation, RolloutContext, StopRunError, single_turn, use_rollout_context
 from sleuth.metrics.rollout_metrics import rollout_metrics
-from sleuth.rollout import hook_runner
 from sleuth.rollout.hook_runner import Hooks
 from sleuth.rollout.loop import GenerationLoop, RolloutError
 from sleuth.sample import SampleStatus, StopReason
@@ -383,34 +381,6 @@ def test_a_hook_that_hangs_is_ended(which):
         RolloutError, match=rf"hook_timeout: {which} hook .*hang: no result within --hook-timeout 0.05 s"
     ):
         run(**{which: hang}, hook_timeout=0.05)
-
-
-def test_while_a_hook_hangs_a_line_says_where(monkeypatch, caplog):
-    monkeypatch.setattr(hook_runner, "QUIET_SECONDS", 0.05)
-
-    async def ask_the_judge():
-        await asyncio.sleep(0.3)
-
-    async def slow(args, sample, **kwargs):
-        await ask_the_judge()
-        return 1.0
-
-    run(reward=slow)
-    lines = [record.getMessage() for record in caplog.records]
-    assert re.search(r"6 under way; the oldest, sample \d.*reward hook.*test_loop.py:\d+ in ask_the_judge", lines[0])
-
-
-def test_a_hook_that_blocks_the_event_loop_is_told_too(monkeypatch, caplog):
-    monkeypatch.setattr(hook_runner, "QUIET_SECONDS", 0.05)
-    monkeypatch.setattr(hook_runner, "BLOCKED_SECONDS", 0.05)
-
-    async def ask_the_judge(args, sample, **kwargs):
-        time.sleep(0.3)
-        return 1.0
-
-    run(reward=ask_the_judge)
-    lines = [record.getMessage() for record in caplog.records]
-    assert re.search(r"all of them wait for test_loop.py:\d+ in ask_the_judge, which blocks the event loop", lines[0])
 
 
 def test_a_filter_that_fails_is_named():
