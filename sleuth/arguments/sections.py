@@ -105,7 +105,8 @@ def _unknown_entries(
         if "did you mean" in near:
             yield near
         else:
-            yield f"{suggest(key)} ({declared}; a hook's section needs the hook's flag)"
+            where = "a hook's section needs the hook's flag; keys that nothing checks stand under custom:"
+            yield f"{suggest(key)} ({declared}; {where})"
 
 
 def _join_flags(

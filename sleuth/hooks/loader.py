@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
+from sleuth.compat.finder import install_stand_ins
+
 logger = logging.getLogger(__name__)
 
 HookKind = Literal["generate", "reward", "tis", "filter", "search"]
@@ -162,6 +164,7 @@ def _import(module_name: str, path: str, contract: _Contract) -> ModuleType:
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)  # a hook may lie in the folder where the command was typed
+    install_stand_ins()
     threads = set(threading.enumerate())
     try:
         with _tell_if_slow(module_name):

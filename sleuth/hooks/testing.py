@@ -49,6 +49,10 @@ class ScriptedEngine:
             return Generation(ids, _log_probs(limit), str(self._tokenizer.decode(ids)), "length", "1")
         return Generation(ids, _log_probs(len(ids)), text, "stop", "1")
 
+    async def score(self, input_ids: Sequence[int]) -> list[float]:
+        """Log-probabilities of each id but the first, made up as those of `generate` are."""
+        return _log_probs(len(input_ids) - 1)
+
     def _generate(self, turn: str, stop: Sequence[str]) -> tuple[list[int], str]:
         ids: list[int] = []
         for token in self._tokenizer.encode(turn, add_special_tokens=False):

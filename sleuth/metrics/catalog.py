@@ -86,6 +86,11 @@ ROLLOUT = (
     Metric("rollout/searches", "searches", "mean number of searches in a trajectory"),
     Metric("rollout/turns", "turns", "mean number of generations in a trajectory"),
     Metric("rollout/tool_calls", "calls", "mean number of tool calls in a trajectory, wrong ones included"),
+    Metric(
+        "rollout/drifted_tokens",
+        "tokens",
+        "mean number of tokens that a hook written for slime encoded anew, and that differ from the engine's",
+    ),
     Metric("rollout/invalid_actions", "actions", "mean number of invalid actions in a trajectory"),
     Metric("rollout/observation_length", "tokens", "mean number of passage tokens in a trajectory"),
     Metric("rollout/generation_seconds", "s", "mean time that a trajectory waits for the engine"),

@@ -17,6 +17,7 @@ from typing import Any
 
 from sleuth.activity import noted
 from sleuth.arguments import Args
+from sleuth.compat.slime.adapter import adapted
 from sleuth.hooks import FailSample, StopRunError, accepts_evaluation, load_hook, rollout_context, single_turn
 from sleuth.rollout.routing import one_trajectory
 from sleuth.rollout.user_code import user_place
@@ -35,7 +36,7 @@ LONGEST_MESSAGE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """The user's functions, already loaded, their signatures checked."""
+    """The user's functions, already loaded, their signatures checked; those written for slime are wrapped."""
 
     generate: Callable[..., Awaitable[Sample]]
     reward: Callable[..., Awaitable[float | dict[str, float]]]
@@ -46,8 +47,8 @@ def load_hooks(args: Args) -> Hooks:
     """The hooks that the flags name; ValueError if one does not exist or has a wrong signature."""
     generate, keep = args.custom_generate_function_path, args.dynamic_sampling_filter_path
     return Hooks(
-        generate=load_hook(generate, "generate") if generate else single_turn.generate,
-        reward=load_hook(args.custom_rm_path, "reward"),
+        generate=adapted(load_hook(generate, "generate"), "generate") if generate else single_turn.generate,
+        reward=adapted(load_hook(args.custom_rm_path, "reward"), "reward"),
         keep_group=load_hook(keep, "filter") if keep else None,
     )
 

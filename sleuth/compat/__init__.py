@@ -1,0 +1,1 @@
+"""Runs hooks and environments that were written for other frameworks."""
