@@ -113,7 +113,9 @@ class CheckpointArgs(Group):
 class ClusterArgs(Group):
     """Devices (on a machine without GPUs, read "process" for "GPU")"""
 
-    actor_num_nodes: PositiveInt = Field(1, description="Nodes (machines) on which the trainer runs.")
+    actor_num_nodes: PositiveInt = Field(
+        1, description="Nodes (machines) on which the trainer runs; where the cluster has fewer, they take more ranks."
+    )
     actor_num_gpus_per_node: PositiveInt = Field(
         1, description="GPUs that the trainer uses on each of its nodes (--actor-num-nodes)."
     )
@@ -129,10 +131,15 @@ class ClusterArgs(Group):
     rollout_num_gpus_per_engine: PositiveInt = Field(
         1, description="GPUs over which one engine splits its model (tensor parallelism of the engine)."
     )
+    allow_tensor_parallel_across_nodes: bool = Field(
+        False,
+        description="Allow that tensor-parallel ranks of the trainer lie on different nodes, which is slow: they wait "
+        "for each other several times in each layer.",
+    )
     ray_address: str | None = Field(
         None,
-        description="Address of the Ray cluster to join, or auto [RAY_ADDRESS if set, else a local cluster is "
-        "started].",
+        description="Address of the Ray cluster to join, or auto [RAY_ADDRESS if set, else with several "
+        "--actor-num-nodes the Ray at MASTER_ADDR:6379 if that is set, else a local cluster is started].",
     )
     cpu_threads_per_actor: PositiveInt | None = Field(
         None, description="CPU threads of each trainer process on a machine without GPUs [cores / trainer processes]."

@@ -21,7 +21,7 @@ from sleuth.engine.actor import EngineActor
 from sleuth.engine.key import engine_key
 from sleuth.engine.option_names import option_words
 from sleuth.engine.router import RouterProcess
-from sleuth.engine.server import EngineConfig
+from sleuth.engine.server import HOST, EngineConfig
 from sleuth.weight_sync.control import EngineGroup
 
 logger = logging.getLogger(__name__)
@@ -55,14 +55,14 @@ class Engines:
         self._actors = [
             # Several calls at a time: an engine that still starts can be stopped, and be asked how it is.
             remote.options(**placement.options(devices[0], ENGINE_ENVIRONMENT), max_concurrency=CALLS_AT_A_TIME).remote(
-                engine_config(args, run_dir, index, devices), engine_key()
+                engine_config(args, run_dir, index, devices, placement.host(devices[0].node_ip)), engine_key()
             )
             for index, devices in enumerate(shares)
         ]
         self._on_gpu = any(device.gpu_id is not None for device in placement.engines)
         self.share_gpus = args.colocate and self._on_gpu and args.trains
         self._urls: list[str] = []
-        self._router_log = run_dir / "logs" / "router.log"
+        self._router_log, self._router_host = run_dir / "logs" / "router.log", placement.host(placement.driver_ip)
         self._router: RouterProcess | None = None
         self._starting = [] if self.share_gpus else self._start()
 
@@ -78,7 +78,7 @@ class Engines:
         self._urls = self.waiter.get(self._starting, Wait("starting the engines"))
         self.waiter.looks.append(self.troubles)
         if self.args.router and self._urls:
-            self._router = RouterProcess(self._urls, self._router_log, self.args.engine_timeout)
+            self._router = RouterProcess(self._urls, self._router_log, self.args.engine_timeout, self._router_host)
             self._router.start()
         return self._urls
 
@@ -148,10 +148,14 @@ class Engines:
             logger.warning("an engine did not stop by itself: %s", error)
 
 
-def engine_config(args: Args, run_dir: Path, index: int, devices: Sequence[Device]) -> EngineConfig:
-    """The configuration of engine `index`, which runs on `devices`; without any it takes what the machine shows."""
+def engine_config(args: Args, run_dir: Path, index: int, devices: Sequence[Device], host: str = HOST) -> EngineConfig:
+    """The configuration of engine `index`, which runs on `devices` and listens at `host`.
+
+    Without devices it takes what the machine shows.
+    """
     return EngineConfig(
         model_path=args.hf_checkpoint,
+        host=host,
         seed=args.seed + index,
         dtype=args.sglang_dtype or args.dtype,
         log_path=run_dir / "logs" / f"engine_{index}.log",

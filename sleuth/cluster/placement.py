@@ -1,7 +1,8 @@
 """Ray session and placement: which devices the trainer's ranks and the engines get.
 
 A device is a GPU where the cluster has any, else a slot on the CPU: the same plan either way.
-Colocated, trainer and engines share the first devices; otherwise the engines come after.
+Colocated, trainer and engines share the first devices; otherwise the engines come after. Over several nodes,
+`sleuth.cluster.layout` says which lie together, and each bundle asks for its node.
 
 A GPU goes by the id that Ray grants: a number, a UUID or a MIG id, as in the node's CUDA_VISIBLE_DEVICES. Ray must not
 set that variable (`NOT_SET_BY_RAY`), for an engine's devices are granted to several bundles and it would see only the
@@ -17,25 +18,31 @@ first. Instead every process gets it with exactly its own devices, and calls the
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from sleuth.arguments import Args
-from sleuth.cluster.ray_environment import cluster_address, prepare_environment
+from sleuth.cluster.layout import LayoutError, crossing, lay_out
+from sleuth.cluster.ray_environment import cluster_address, passed_on, prepare_environment
 from sleuth.engine.devices import check_granted
+from sleuth.engine.server import HOST
 from sleuth.leftovers import record
 from sleuth.weight_sync.sources import Source, sources_of
 
 PLACEMENT_TIMEOUT_SECONDS = 120.0
+POLL_SECONDS = 1.0
 NOT_SET_BY_RAY = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 SHARE = 0.4
 """Part of a device that each colocated actor claims in Ray's books; two fit, three do not."""
@@ -88,6 +95,17 @@ class Placement:
     group: PlacementGroup
     trainer: list[Device]
     engines: list[Device]
+    driver_ip: str = HOST
+    """The node on which `train.py` runs; the rollout's hooks run there, too."""
+
+    @property
+    def nodes(self) -> list[str]:
+        """The addresses of all nodes of the run, the driver's first."""
+        return list(dict.fromkeys([self.driver_ip, *(device.node_ip for device in (*self.trainer, *self.engines))]))
+
+    def host(self, node_ip: str) -> str:
+        """The address at which a server on this node listens: its own only where other nodes must reach it."""
+        return node_ip if len(self.nodes) > 1 else HOST
 
     def options(self, device: Device, env: dict[str, str] | None = None) -> dict[str, Any]:
         """Ray options that put an actor on `device`, beside another one."""
@@ -97,13 +115,15 @@ class Placement:
             "num_cpus": SHARE,
             "num_gpus": SHARE if on_gpu else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, device.bundle),
-            "runtime_env": {"env_vars": variables | (env or {})},
+            "runtime_env": {"env_vars": passed_on(os.environ) | variables | (env or {})},
         }
 
     def sources(self, gpus_per_engine: int) -> list[Source]:
         """Which trainer ranks serve which engine with weights."""
         trainer, engines = ([device.bundle for device in devices] for devices in (self.trainer, self.engines))
-        return sources_of(trainer, engines, gpus_per_engine, on_gpu=self.trainer[0].gpu_id is not None)
+        nodes = {device.bundle: device.node_ip for device in (*self.trainer, *self.engines)}
+        on_gpu = self.trainer[0].gpu_id is not None
+        return sources_of(trainer, engines, gpus_per_engine, on_gpu=on_gpu, nodes=nodes)
 
     def remove(self) -> None:
         remove_placement_group(self.group)
@@ -112,17 +132,22 @@ class Placement:
 def place(args: Args) -> Placement:
     """Reserve the devices.
 
-    Raises RuntimeError when the cluster does not have them, or not on one node; ValueError where Ray grants GPUs that
-    its processes cannot use, or not in this way.
+    Raises RuntimeError when the cluster does not have them; ValueError where what must share a node cannot, or where
+    Ray grants GPUs that its processes cannot use, or not in this way.
     """
     trainer, count = args.actor_world_size if args.trains else 0, args.total_gpus
     engines = args.num_engines * args.rollout_num_gpus_per_engine
     on_gpu = cluster_has_gpus()
-    group = _reserve(count, on_gpu, f"{trainer} for the trainer, {engines} for the engines, colocate={args.colocate}")
+    wanted = f"{trainer} for the trainer, {engines} for the engines, colocate={args.colocate}"
+    nodes = _choose_nodes(args, on_gpu) if len(alive_nodes()) > 1 else [None] * count
+    group = _reserve(nodes, on_gpu, wanted)
     try:
-        devices = _devices(group, count, on_gpu)
+        devices = _devices(group, nodes, on_gpu)
         first_engine = 0 if args.colocate else trainer
-        placement = Placement(group, devices[:trainer], devices[first_engine : first_engine + engines])
+        engine_devices = devices[first_engine : first_engine + engines]
+        placement = Placement(group, devices[:trainer], engine_devices, ray.util.get_node_ip_address())
+        if problems := list(crossing(args, [device.node_ip for device in devices])):
+            raise LayoutError("; ".join(problems))
         _check(placement, devices, args.rollout_num_gpus_per_engine)
     except Exception:
         remove_placement_group(group)
@@ -130,23 +155,53 @@ def place(args: Args) -> Placement:
     return placement
 
 
-def _reserve(count: int, on_gpu: bool, wanted: str) -> PlacementGroup:
+def alive_nodes() -> list[dict[str, Any]]:
+    """What Ray knows of each node of the cluster that is alive."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def free_devices(on_gpu: bool) -> dict[str, int]:
+    """How many devices no other run has, by the address of their node."""
+    left = available_resources_per_node()
+    free: dict[str, int] = {}
+    for node in sorted(alive_nodes(), key=lambda node: _address_order(node["NodeManagerAddress"])):
+        found = left.get(node["NodeID"], {})
+        count = min(found.get(name, 0) for name in (("CPU", "GPU") if on_gpu else ("CPU",)))
+        free[node["NodeManagerAddress"]] = free.get(node["NodeManagerAddress"], 0) + int(count)
+    return free
+
+
+def _choose_nodes(args: Args, on_gpu: bool) -> list[str]:
+    """The node of each device; waits a while for devices of other runs, and for nodes that still start."""
+    deadline = time.monotonic() + PLACEMENT_TIMEOUT_SECONDS
+    while True:
+        try:
+            return lay_out(args, free_devices(on_gpu))
+        except LayoutError as error:
+            if time.monotonic() > deadline:
+                raise LayoutError(f"{error} (after {PLACEMENT_TIMEOUT_SECONDS:.0f} s)") from None
+        time.sleep(POLL_SECONDS)
+
+
+def _reserve(nodes: Sequence[str | None], on_gpu: bool, wanted: str) -> PlacementGroup:
     bundle: dict[str, float] = {"CPU": 1, "GPU": 1} if on_gpu else {"CPU": 1}
-    group = placement_group([bundle] * count, strategy="PACK")
+    # Every node has a little of a resource that is named after its address.
+    bundles = [bundle | ({f"node:{node}": 0.001} if node else {}) for node in nodes]
+    group = placement_group(bundles, strategy="PACK")
     try:
         ray.get(group.ready(), timeout=PLACEMENT_TIMEOUT_SECONDS)
     except ray.exceptions.GetTimeoutError:
         remove_placement_group(group)
         raise RuntimeError(
-            f"expected {count} free {'GPUs' if on_gpu else 'CPU slots'} within {PLACEMENT_TIMEOUT_SECONDS:.0f} s "
+            f"expected {len(nodes)} free {'GPUs' if on_gpu else 'CPU slots'} within {PLACEMENT_TIMEOUT_SECONDS:.0f} s "
             f"({wanted}); the cluster has {ray.available_resources()}. Lower --actor-num-gpus-per-node or "
             "--rollout-num-gpus, or add nodes"
         ) from None
     return group
 
 
-def _devices(group: PlacementGroup, count: int, on_gpu: bool) -> list[Device]:
-    """The bundles ordered by node and GPU, so that neighbouring ranks share a node."""
+def _devices(group: PlacementGroup, nodes: Sequence[str | None], on_gpu: bool) -> list[Device]:
+    """The bundles in the order of `nodes`, those of one node by GPU: so neighbouring ranks share a node."""
 
     @ray.remote(num_cpus=0.01, num_gpus=0.01 if on_gpu else 0, runtime_env={"env_vars": NOT_SET_BY_RAY})
     def where() -> tuple[str, str | None, int]:
@@ -155,10 +210,21 @@ def _devices(group: PlacementGroup, count: int, on_gpu: bool) -> list[Device]:
         return ray.util.get_node_ip_address(), gpu, _position(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     found = ray.get(
-        [where.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, i)).remote() for i in range(count)]
+        [
+            where.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, i)).remote()
+            for i in range(len(nodes))
+        ]
     )
-    order = {i: (tuple(map(int, ip.split("."))), position, i) for i, (ip, _, position) in enumerate(found)}
-    return [Device(i, *found[i][:2]) for i in sorted(order, key=order.__getitem__)]
+    order = {i: (_address_order(ip), position, i) for i, (ip, _, position) in enumerate(found)}
+    devices = [Device(i, *found[i][:2]) for i in sorted(order, key=order.__getitem__)]
+    if nodes[0] is None:
+        return devices
+    by_node = {node: (device for device in devices if device.node_ip == node) for node in set(nodes)}
+    return [next(by_node[node]) for node in nodes]
+
+
+def _address_order(address: str) -> int:
+    return int(ipaddress.ip_address(address))
 
 
 def _position(gpu: str | None, visible: str | None) -> int:
@@ -172,12 +238,6 @@ def _position(gpu: str | None, visible: str | None) -> int:
 
 
 def _check(placement: Placement, devices: list[Device], gpus_per_engine: int) -> None:
-    nodes = sorted({device.node_ip for device in devices})
-    if placement.engines and len(nodes) > 1:
-        raise RuntimeError(
-            f"expected the run's {len(devices)} devices on one node, found them on {', '.join(nodes)}: engines answer "
-            "only on their own node, so runs over several are not supported yet. Use a node with enough GPUs"
-        )
     slices = [device.gpu_id for device in placement.engines if (device.gpu_id or "").startswith("MIG")]
     if slices and gpus_per_engine > 1:
         raise ValueError(

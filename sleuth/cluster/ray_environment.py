@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import socket
+from collections.abc import Mapping
 from datetime import datetime
 
 import grpc
@@ -21,14 +22,31 @@ NICENESS = "RAY_worker_niceness"
 OMP_WAITING = "OMP_WAIT_POLICY"
 _ARE_YOU_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 CONNECT_SECONDS = ANSWER_SECONDS = 8.0
+HEAD_PORT = 6379
+"""That of `ray start --head`, if nobody names another."""
+PASSED_ON = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TP_SOCKET_", "UCX_", "FI_", "CUDA_DEVICE_MAX_CONNECTIONS")
+"""Beginnings of names of variables that say how processes reach each other."""
 
 
 def cluster_address(args: Args) -> tuple[str, str] | None:
-    """The address of the cluster to join, and the setting that names it; None if one is started on this machine."""
+    """The address of the cluster to join, and the setting that names it; None if one is started on this machine.
+
+    MASTER_ADDR, which launchers of jobs set, too, counts only where the trainer is to run on several nodes.
+    """
     for source, address in (("--ray-address", args.ray_address), ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS"))):
         if address:
             return None if address == "local" else (address, source)
+    if args.actor_num_nodes > 1 and (master := os.environ.get("MASTER_ADDR")):
+        return f"{master}:{HEAD_PORT}", "MASTER_ADDR"
     return None
+
+
+def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """What the actors of a run get of `environment`: on other nodes they would have only what Ray was started with.
+
+    Those are the variables of NCCL, gloo and the network, such as NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME.
+    """
+    return {name: value for name, value in environment.items() if name.startswith(PASSED_ON)}
 
 
 def check_ray(args: Args) -> None:

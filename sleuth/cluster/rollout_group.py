@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sleuth.arguments import Args
 from sleuth.cluster.engines import Engines
 from sleuth.cluster.logs import configure_logging
 from sleuth.cluster.memory_turns import Turn
 from sleuth.cluster.placement import Placement
+from sleuth.cluster.ray_environment import passed_on
 from sleuth.cluster.waiting import Wait, Waiter
 from sleuth.engine.key import engine_key, use_engine_key
 from sleuth.processes import ProcessName
@@ -91,7 +93,10 @@ class RolloutGroup:
     def __init__(self, args: Args, run_dir: Path, placement: Placement, waiter: Waiter) -> None:
         self.waiter = waiter
         actor: Any = ray.remote(RolloutActor)
-        self._manager = actor.options(num_cpus=0).remote(args, run_dir, engine_key())
+        # On the driver's node: there are the data, and there a search server at 127.0.0.1 was found to answer.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = {"num_cpus": 0, "scheduling_strategy": here, "runtime_env": {"env_vars": passed_on(os.environ)}}
+        self._manager = actor.options(**options).remote(args, run_dir, engine_key())
         self._loading = self._manager.load.remote()
         self.engines = Engines(args, run_dir, placement, waiter)
         self.turn_to: Callable[[Turn], None] = lambda turn: None  # see `share_memory`

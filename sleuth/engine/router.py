@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from urllib.parse import urlsplit
 
 import requests
 
@@ -43,11 +44,16 @@ class RouterError(RuntimeError):
 
 
 class RouterProcess:
-    """The router of the engines at `engine_urls`. `timeout`: seconds for one request."""
+    """The router of the engines at `engine_urls`. `timeout`: seconds for one request.
 
-    def __init__(self, engine_urls: Sequence[str], log_path: Path, timeout: float = 1800.0) -> None:
+    `host`: the address of this machine at which it listens.
+    """
+
+    def __init__(
+        self, engine_urls: Sequence[str], log_path: Path, timeout: float = 1800.0, host: str = HOST
+    ) -> None:
         self._timeout = math.ceil(timeout)
-        self.engine_urls, self.log_path = list(engine_urls), log_path
+        self.engine_urls, self.log_path, self.host = list(engine_urls), log_path, host
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = Path()
         self.url = ""
@@ -90,18 +96,19 @@ class RouterProcess:
         self.stop()
 
     def _launch(self) -> None:
-        port = free_port()
-        self.url = f"http://{HOST}:{port}"
+        port = free_port(self.host)
+        self.url = f"http://{self.host}:{port}"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(prefix="sleuth-router-"))
         command = [sys.executable, "-m", "sleuth.engine.router", str(os.getpid()), str(self._folder)]
-        environment = dict(os.environ) | without_proxy(os.environ)
+        hosts = [urlsplit(url).hostname or "" for url in (self.url, *self.engine_urls)]
+        environment = dict(os.environ) | without_proxy(os.environ, *hosts)
         paths = [str(PACKAGE_ROOT), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         environment[VARIABLE] = engine_key()
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [*command, *router_args(self.engine_urls, port, free_port(), self._timeout)],
+                [*command, *router_args(self.engine_urls, self.host, port, free_port(), self._timeout)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -135,14 +142,14 @@ class RouterProcess:
         return "(there is no log)"
 
 
-def router_args(engine_urls: Sequence[str], port: int, metrics_port: int, timeout: int) -> list[str]:
+def router_args(engine_urls: Sequence[str], host: str, port: int, metrics_port: int, timeout: int) -> list[str]:
     """The arguments of sglang_router.launch_router; `metrics_port` is one of its own, which two runs cannot share.
 
     `timeout`: seconds for one request.
     """
     named = {
         "--policy": "cache_aware",
-        "--host": HOST,
+        "--host": host,
         "--port": port,
         "--prometheus-host": HOST,  # else every network of the machine can read its metrics
         "--prometheus-port": metrics_port,

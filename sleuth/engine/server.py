@@ -36,6 +36,7 @@ from sleuth.loopback import without_proxy
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
+"""Where a server listens that nobody on another machine asks."""
 CPU_STUBS = Path(__file__).parent / "cpu_stubs"
 PACKAGE_ROOT = Path(__file__).parents[2]
 POLL_SECONDS = 0.2
@@ -66,6 +67,8 @@ class EngineConfig:
     """
 
     model_path: str | Path
+    host: str = HOST
+    """The address of this machine at which the server listens, and by which others reach it."""
     seed: int = 1234
     dtype: str = "auto"
     """float32, bfloat16, or auto (`sleuth.dtypes`)."""
@@ -244,8 +247,8 @@ class EngineServer:
         self.stop()
 
     def _launch(self) -> None:
-        port = free_port()
-        self._url = f"http://{HOST}:{port}"
+        port = free_port(self.config.host)
+        self._url = f"http://{self.config.host}:{port}"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._on_gpu = has_cuda()
         self._folder = Path(tempfile.mkdtemp(prefix="sleuth-engine-", dir=_socket_folder()))
@@ -304,7 +307,7 @@ def server_args(config: EngineConfig, port: int, on_gpu: bool) -> list[str]:
     """The arguments of sglang.launch_server for one engine."""
     args: dict[str, Any] = {
         "--model-path": config.model_path,
-        "--host": HOST,
+        "--host": config.host,
         "--port": port,
         "--dtype": dtype_name(config.dtype, on_gpu=on_gpu),
         "--random-seed": config.seed,
@@ -340,7 +343,7 @@ def server_environment(config: EngineConfig, folder: Path, on_gpu: bool) -> dict
     paths = [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]
     environment = dict(os.environ, OMP_NUM_THREADS=str(config.cpu_threads), TMPDIR=str(folder))
     environment[VARIABLE] = engine_key()
-    environment |= without_proxy(environment)  # it asks itself whether it is up
+    environment |= without_proxy(environment, config.host)  # it asks itself whether it is up
     if on_gpu:
         environment["NCCL_CUMEM_ENABLE"] = "0"  # memory that NCCL maps itself cannot be released
         if config.gpu_ids:
@@ -361,12 +364,15 @@ def server_environment(config: EngineConfig, folder: Path, on_gpu: bool) -> dict
     return environment
 
 
-def free_port() -> int:
-    """A port that is free now. It lies below the range from which clients get ports, so it is likely to stay free."""
+def free_port(host: str = HOST) -> int:
+    """A port that is free now at this machine's address `host`.
+
+    It lies below the range from which clients get ports, so it is likely to stay free.
+    """
     while True:
         port = random.SystemRandom().choice(SERVER_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((HOST, port))
+            probe.bind((host, port))
             return port
 
 

@@ -1,4 +1,4 @@
-"""Sends weights to engines on the same machine, in buckets that stay where they are: requests name only their memory.
+"""Sends weights to engines, in buckets that stay where they are: requests name only their memory.
 
     push_weights(urls, model.hf_weights(), version="3")                                a process with all the weights
     push_weights(urls, trainer.hf_weights(), "3", sources=sources, ranks=ranks)        every rank of a trainer
@@ -7,9 +7,9 @@ Each trainer rank has every bucket for a moment, since tensors are gathered one 
 own engine ranks read it (`sleuth.weight_sync.handles`): into its GPU, which is theirs, or into shared memory. Only the
 handles go to rank 0, which posts them. There are two rooms: while the engines load one bucket, the next is gathered.
 
-Where there is too little shared memory, as in a container with Docker's 64 MB, and with `in_band`, the bytes travel in
-the requests: copied and encoded for each rank of an engine, since SGLang lets a rank read only its own part of a
-request.
+The bytes travel in the requests to an engine on another machine, where there is too little shared memory, as in a
+container with Docker's 64 MB, and with `in_band`: copied for each rank of an engine, since SGLang lets a rank read only
+its own part of a request.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def push_weights(
     """
     started = time.monotonic()
     remaining = iter(named_tensors)
-    local = not in_band and all(urlsplit(url).hostname in LOOPBACK for url in urls)
-    update = _Update(sources or [Source((0,))] * len(urls), ranks, local, version)
+    sources = sources or [Source((0,), same_node=urlsplit(url).hostname in LOOPBACK) for url in urls]
+    update = _Update(sources, ranks, in_band, version)
     try:
         if ranks.leads:
             _lead(update, urls, make_buckets(remaining, bucket_bytes), mode, timeout)
@@ -98,11 +98,14 @@ def _lead(
 class _Update:
     """One update as a rank sees it; `sent`: bytes of the buckets so far."""
 
-    def __init__(self, sources: Sequence[Source], ranks: Ranks, local: bool, version: str) -> None:
+    def __init__(self, sources: Sequence[Source], ranks: Ranks, in_band: bool, version: str) -> None:
         self.sent = 0
-        self.ranks, self._local, self._version = ranks, local, version
+        self.ranks, self._version = ranks, version
         # Bytes are the same wherever they come from.
-        self._sources = list(sources) if local else [Source((0,) * len(source.ranks)) for source in sources]
+        self._sources = [
+            source if source.same_node and not in_band else Source((0,) * len(source.ranks), same_node=False)
+            for source in sources
+        ]
         self._own: Entries = {}
         self._rooms = [ReusedBuffer(shared_buffer), ReusedBuffer(shared_buffer)]
         self._on_gpu: deque[Tensor] = deque(maxlen=2)
@@ -143,20 +146,25 @@ class _Update:
     def _entries(self, bucket: list[NamedTensor]) -> Entries:
         entries: Entries = {}
         metadata = describe(bucket)
-        flats: dict[bool, Tensor] = {}
+        flats: dict[tuple[bool, bool], Tensor] = {}
+        in_request = ""
         for index, source in enumerate(self._sources):
             for place, rank in enumerate(source.ranks):
                 if rank != self.ranks.rank:
                     continue
-                if source.shares_gpu not in flats:
-                    flats[source.shares_gpu] = self._flat(bucket, source.shares_gpu)
-                flat = flats[source.shares_gpu]
+                kind = (source.shares_gpu, source.same_node)
+                if kind not in flats:
+                    flats[kind] = self._flat(bucket, *kind)
+                flat = flats[kind]
                 payload = {"flattened_tensor": flat, "metadata": metadata}
-                entries[index, place] = (encode if flat.is_shared() else encode_bytes)(payload)
+                if flat.is_shared():
+                    entries[index, place] = encode(payload)
+                else:
+                    entries[index, place] = in_request = in_request or encode_bytes(payload)
         return entries
 
-    def _flat(self, bucket: list[NamedTensor], on_gpu: bool) -> Tensor:
-        """The bucket's bytes in memory that an engine reads; on a GPU always in new memory.
+    def _flat(self, bucket: list[NamedTensor], on_gpu: bool, same_node: bool) -> Tensor:
+        """The bucket's bytes, on the same node in memory that an engine reads; on a GPU always in new memory.
 
         There an engine's answer does not say that its GPU has read them. Torch gives the memory to nobody else before.
         """
@@ -164,7 +172,7 @@ class _Update:
             self._on_gpu.append(flatten(bucket))
             return self._on_gpu[-1]
         size = size_of(bucket)
-        if self._local and has_shared_memory(size):
+        if same_node and has_shared_memory(size):
             self._rooms.reverse()  # the engines still read from the other one
             return flatten(bucket, self._rooms[0].room(size))
         return flatten(bucket).cpu()

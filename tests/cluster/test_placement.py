@@ -15,7 +15,7 @@ import torch
 
 from sleuth.cluster import engines
 from sleuth.cluster.engines import engine_config
-from sleuth.cluster.placement import Device, _position
+from sleuth.cluster.placement import Device, Placement, _position
 from sleuth.engine.devices import as_numbers, check_granted
 from sleuth.engine.server import server_args, server_environment
 from tests.flags import parse
@@ -44,7 +44,8 @@ if job["taken"]:  # others hold all, and let go of some
 
 engines = job["engines"]
 args = SimpleNamespace(actor_world_size=4, total_gpus=4, num_engines=engines, rollout_num_gpus_per_engine=4 // engines,
-                       colocate=True, trains=True)
+                       colocate=True, trains=True, actor_num_gpus_per_node=4,
+                       tensor_model_parallel_size=1, allow_tensor_parallel_across_nodes=False)
 try:
     placed = placement.place(args)
 except Exception as error:
@@ -114,6 +115,17 @@ def test_gpus_that_torch_does_not_see_end_the_run_before_an_actor_starts() -> No
 )
 def test_position_in_the_nodes_list(gpu: str | None, visible: str | None, position: int) -> None:
     assert _position(gpu, visible) == position
+
+
+def test_servers_listen_on_the_network_only_where_other_nodes_ask_them() -> None:
+    first, second = Device(0, "10.0.0.1", None), Device(1, "10.0.0.2", None)
+    alone = Placement(None, [first], [first], driver_ip="10.0.0.1")
+    assert (alone.nodes, alone.host("10.0.0.1")) == (["10.0.0.1"], "127.0.0.1")
+    for placement in (Placement(None, [first], [second], "10.0.0.1"), Placement(None, [second], [second], "10.0.0.1")):
+        assert placement.nodes == ["10.0.0.1", "10.0.0.2"]
+        assert placement.host("10.0.0.2") == "10.0.0.2"
+    config = engine_config(parse(), Path("run"), 0, [second], placement.host(second.node_ip))
+    assert "--host 10.0.0.2 --port 1234" in " ".join(server_args(config, 1234, on_gpu=False))
 
 
 def environment_of_an_engine(*gpu_ids: str | None) -> tuple[list[str], dict[str, str]]:

@@ -20,6 +20,8 @@ from sleuth.cluster.ray_environment import (
     OMP_WAITING,
     check_address,
     check_ray,
+    cluster_address,
+    passed_on,
     prepare_environment,
 )
 
@@ -27,6 +29,7 @@ from sleuth.cluster.ray_environment import (
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
+        "MASTER_ADDR",
         "RAY_ADDRESS",
         "RAY_TMPDIR",
         "TMPDIR",
@@ -49,8 +52,22 @@ def silent() -> Iterator[str]:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
-def arguments(address: str | None = None) -> Any:
-    return SimpleNamespace(ray_address=address)
+def arguments(address: str | None = None, nodes: int = 1) -> Any:
+    return SimpleNamespace(ray_address=address, actor_num_nodes=nodes)
+
+
+def test_the_head_of_a_job_is_joined_where_several_nodes_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    assert cluster_address(arguments()) is None  # a launcher of jobs sets it for one node, too
+    assert cluster_address(arguments(nodes=2)) == ("10.0.0.1:6379", "MASTER_ADDR")
+    assert cluster_address(arguments("local", nodes=2)) is None
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:1234")
+    assert cluster_address(arguments(nodes=2)) == ("10.0.0.2:1234", "RAY_ADDRESS")
+
+
+def test_actors_get_the_variables_of_the_network() -> None:
+    network = {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "eth0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert passed_on({**network, "SERPER_API_KEY": "secret", "PATH": "/bin"}) == network
 
 
 @pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])

@@ -144,6 +144,6 @@ def test_a_router_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest
 
 
 def test_health_is_asked_without_generating() -> None:
-    words = router_args(["http://a", "http://b"], 5, 6, 60)
+    words = router_args(["http://a", "http://b"], "127.0.0.1", 5, 6, 60)
     assert words[:3] == ["--worker-urls", "http://a", "http://b"]
     assert words[words.index("--health-check-endpoint") + 1] == "/model_info"  # /health generates

@@ -311,7 +311,7 @@ def test_a_port_that_is_taken_meanwhile_is_replaced(tmp_path, monkeypatch):
         other.bind(("127.0.0.1", 0))
         other.listen()
         ports = iter([other.getsockname()[1], server_module.free_port()])
-        monkeypatch.setattr(server_module, "free_port", lambda: next(ports))
+        monkeypatch.setattr(server_module, "free_port", lambda host: next(ports))
         config = EngineConfig(make_tiny_model(tmp_path / "model", "qwen2"), log_path=tmp_path / "engine.log")
         with EngineServer(config) as server:
             assert server.is_healthy()

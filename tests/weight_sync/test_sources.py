@@ -25,6 +25,14 @@ def test_gpus_that_are_shared_serve_themselves(
     assert [(source.ranks, source.shares_gpu) for source in found] == expected
 
 
+def test_engines_are_served_on_their_own_node_or_in_requests() -> None:
+    nodes = {0: "a", 1: "b", 2: "b", 3: "a", 4: "b", 5: "c"}
+    beside = sources_of([0, 1, 2], [3, 4, 5], 1, on_gpu=True, nodes=nodes)
+    assert beside == [Source((0,)), Source((2,)), Source((0,), same_node=False)]
+    colocated = sources_of([0, 1], [0, 1, 5], 1, on_gpu=False, nodes=nodes)
+    assert colocated == [Source((0,)), Source((1,)), Source((0,), same_node=False)]
+
+
 def test_on_a_cpu_an_engine_is_one_process_that_reads_from_host_memory() -> None:
     assert sources_of([0, 1, 2, 3], [0, 1, 2, 3], 2, on_gpu=False) == [Source((0,)), Source((2,))]
     assert sources_of([0, 1], [2, 3, 4, 5], 2, on_gpu=False) == [Source((0,)), Source((1,))]
