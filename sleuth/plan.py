@@ -1,26 +1,30 @@
 """What a run would do, worked out from its flags alone: no GPU, no Ray, no files needed.
 
-    python -m sleuth.plan <the flags of train.py> [--gpu-memory 80] [--require-files]
+    python -m sleuth.plan <the flags of train.py> [--gpu-memory 80] [--cluster 4x8] [--require-files]
 
 Validates the flags, the model's shape and the hooks, then prints placement, parallel layout, batch
-arithmetic and memory (`sleuth.memory_plan`). Exits with 2 and the list of problems when something cannot work or does
-not fit, and names flags with which it would fit.
+arithmetic and memory (`sleuth.memory_plan`); with --cluster also which GPU of which node is for what. Exits
+with 2 and the list of problems when something cannot work or does not fit, and names flags with which it
+would fit.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 from rich.console import Console
 from rich.table import Table
 
 from sleuth.arguments import Args, Group, parse_args
 from sleuth.arguments.model_scripts import known_model
 from sleuth.arguments.table import flattened
+from sleuth.cluster.layout import LayoutError, Part, lay_out, parts
 from sleuth.cluster.preflight import preflight
 from sleuth.hooks import describe_hooks
 from sleuth.memory_plan import (
@@ -41,6 +45,15 @@ EXAMPLE_LENGTHS = (512, 1024, 2048, 4096)
 """Tokens of a trajectory (prompt, turns and observations) for which micro-batches are estimated."""
 
 
+def _cluster(value: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", value):
+        raise ValueError("expected NODESxGPUS, such as 4x8")
+    return value
+
+
+Cluster = Annotated[str, AfterValidator(_cluster)]
+
+
 class PlanOptions(Group):
     """Plan"""
 
@@ -51,6 +64,11 @@ class PlanOptions(Group):
     )
     available_gpus: PositiveInt | None = Field(
         None, description="GPUs of the cluster; a run that needs more is refused [not checked]."
+    )
+    cluster: Cluster | None = Field(
+        None,
+        description="Nodes x GPUs of each, such as 4x8: print what each GPU of such a cluster is for, and refuse a run "
+        "that does not fit there [not checked].",
     )
     require_files: bool = Field(False, description="Files of the run that are missing here are errors, not notes.")
 
@@ -67,6 +85,12 @@ class PlanArgs(PlanOptions, Args):
     def context(self) -> int:
         """Tokens of the longest trajectory."""
         return self.rollout_max_context_len or 0
+
+    @property
+    def pretended_nodes(self) -> dict[str, int]:
+        """GPUs of each node of --cluster."""
+        count, gpus = map(int, (self.cluster or "0x0").split("x"))
+        return {f"node {i}": gpus for i in range(count)}
 
 
 def micro_batches(args: Args, tokens_per_sample: int) -> int:
@@ -96,6 +120,13 @@ def check_gpus(args: PlanArgs) -> None:
         )
 
 
+def _fits_cluster(args: PlanArgs) -> None:
+    try:
+        lay_out(args, args.pretended_nodes)
+    except LayoutError as error:
+        raise ValueError(f"--cluster {args.cluster}: {error}") from None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan. Returns 0 if the run can work, else 2."""
     console = Console(width=120, soft_wrap=True, highlight=False)
@@ -103,6 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_args(argv, model=PlanArgs)
         check_gpus(args)
+        if args.cluster is not None:
+            _fits_cluster(args)
         args = preflight(args, planning=not args.require_files, warn=notes.append)
     except (ValueError, OSError) as error:
         Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(redact(str(error)))
@@ -120,6 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _sections(args: PlanArgs) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     yield "Model", [("shape from", shape_source(args)), ("parameters", f"{num_parameters(args) / 1e9:.2f} billion")]
     yield "Placement", list(_placement(args))
+    if args.cluster is not None:
+        yield f"Nodes of a pretended cluster, {args.cluster}", list(_nodes(args))
     yield "Parallel layout of the trainer", list(_layout(args))
     yield "One step", list(_batches(args))
     yield f"Memory per GPU, of {args.gpu_memory / GB:.1f} GB (estimate)", list(_memory(args))
@@ -136,6 +171,28 @@ def _placement(args: Args) -> Iterator[tuple[str, str]]:
     yield "GPUs in all", f"{args.total_gpus} = {how}"
     yield "trainer", f"{train} GPUs = {args.actor_num_nodes} nodes x {args.actor_num_gpus_per_node}"
     yield "engines", f"{args.num_engines} x {args.rollout_num_gpus_per_engine} GPUs (SGLang tensor parallelism)"
+
+
+def _nodes(args: PlanArgs) -> Iterator[tuple[str, str]]:
+    """For each node what its GPUs are for, counted from 0 as far as the run takes them."""
+    found = parts(args, lay_out(args, args.pretended_nodes))
+    for node, gpus in args.pretended_nodes.items():
+        first = 0
+        for part in found.get(node, []):
+            yield f"{node}, GPU {_span(first, len(part.devices))}", _role(part)
+            first += len(part.devices)
+        if first < gpus:
+            yield f"{node}, GPU {_span(first, gpus - first)}", "free"
+
+
+def _role(part: Part) -> str:
+    trainer = f"trainer rank {_span(part.ranks[0], len(part.ranks))}" if part.ranks else ""
+    engine = "" if part.engine is None else f"engine {part.engine}"
+    return ", ".join(filter(None, (trainer, engine)))
+
+
+def _span(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first} to {first + count - 1}"
 
 
 def _layout(args: Args) -> Iterator[tuple[str, str]]:
