@@ -49,9 +49,7 @@ class RouterProcess:
     `host`: the address of this machine at which it listens.
     """
 
-    def __init__(
-        self, engine_urls: Sequence[str], log_path: Path, timeout: float = 1800.0, host: str = HOST
-    ) -> None:
+    def __init__(self, engine_urls: Sequence[str], log_path: Path, timeout: float = 1800.0, host: str = HOST) -> None:
         self._timeout = math.ceil(timeout)
         self.engine_urls, self.log_path, self.host = list(engine_urls), log_path, host
         self._process: subprocess.Popen[bytes] | None = None
