@@ -22,7 +22,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -38,7 +38,7 @@ from sleuth.arguments import Args, Group, check_files, check_tokenizer, parse_ar
 from sleuth.cluster.preflight import ask_services, bare_questions, with_hook_settings, with_model
 from sleuth.data import PromptRow, load_rows
 from sleuth.data_path import DataPath
-from sleuth.engine.server import EngineServer, EngineStartError
+from sleuth.engine.server import EngineStartError
 from sleuth.hooks import (
     Engine,
     FailSample,
@@ -56,14 +56,12 @@ from sleuth.rollout.loop import fresh_sample, rollout_parameters
 from sleuth.rollout.user_code import user_traceback
 from sleuth.sample import Sample, SampleStatus
 from sleuth.secrets import redact
+from tools.servers import OF_THE_TRAINER, one_line, running_engines
 from tools.view_trajectories import render
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "data/demo/model"
 ROWS = 4
 NO_REWARD = "sleuth.hooks.testing.no_reward"
-TRACKERS = dict.fromkeys(("use_tensorboard", "use_wandb", "use_swanlab", "use_trackio"), False)
-OF_THE_TRAINER = {"load": None, "save": None, "ref_load": None, "colocate": False, **TRACKERS}
-"""Settings whose files a trial does not need, or that would have an engine wait for a trainer."""
 
 
 class TryGroup(Group):
@@ -123,20 +121,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         with engine_of(trial.args) as url:
             outcomes = asyncio.run(run(trial, url))
     except (ValueError, OSError, EngineError, EngineStartError) as error:
-        sys.stderr.write(f"error: {redact(_one_line(error))}\n")
+        sys.stderr.write(f"error: {redact(one_line(error))}\n")
         return 2
     except KeyboardInterrupt:
         return 130
     report(outcomes, trial)
     return int(any(outcome.sample.status in UNUSABLE for outcome in outcomes))
-
-
-def _one_line(error: Exception) -> str:
-    """Of errors with several lines, such as the end of a log, only the arguments' are told as one."""
-    if isinstance(error, EngineStartError):
-        return str(error)
-    head, *problems = str(error).splitlines() or [type(error).__name__]
-    return f"{head}: {'; '.join(map(str.strip, problems))}" if problems else head
 
 
 def prepare(args: TryArgs) -> Trial:
@@ -145,7 +135,7 @@ def prepare(args: TryArgs) -> Trial:
         raise ValueError("--loss-type sft: supervised training runs no hooks, so there is nothing to try; drop it")
     if args.scripted and args.engine_url:
         raise ValueError("expected --scripted or --engine-url, found both; drop one of them")
-    args = args.model_copy(update=OF_THE_TRAINER)
+    args = args.model_copy(update=OF_THE_TRAINER | {"load": None})
     modules = hook_modules(args)
     args = with_hook_settings(args, modules)
     check_files(args)
@@ -200,12 +190,8 @@ def engine_of(args: TryArgs) -> Iterator[str | None]:
     if args.scripted or args.engine_url:
         yield args.engine_url
         return
-    from sleuth.cluster.engines import engine_config  # imports Ray, which a script does without
-
-    sys.stderr.write("starting an engine (half a minute or more)\n")
-    config = replace(engine_config(args, args.run_dir, 0, devices=()), log_path=None)
-    with EngineServer(config) as server:
-        yield server.url
+    with running_engines(args.model_copy(update={"rollout_num_gpus": args.rollout_num_gpus_per_engine})) as servers:
+        yield servers[0].url
 
 
 async def run(trial: Trial, url: str | None) -> list[Outcome]:

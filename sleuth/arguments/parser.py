@@ -59,7 +59,10 @@ def parse_args(argv: Sequence[str] | None = None, *, model: type[GroupT] = Args)
         if problems := list(clashes(options)):
             raise ArgumentsError(_list_problems(problems))
     if others:
-        sections, problems = assign_sections(others, values, given, suggest=lambda key: _unknown(key, model, prefix=""))
+        with_hooks = {**_usual_hooks(model), **values}
+        sections, problems = assign_sections(
+            others, with_hooks, given, suggest=lambda key: _unknown(key, model, prefix="")
+        )
         if problems:
             raise ArgumentsError(_list_problems(problems))
         values |= sections
@@ -68,6 +71,12 @@ def parse_args(argv: Sequence[str] | None = None, *, model: type[GroupT] = Args)
         return model.model_validate(values, context={"given": frozenset(given)})
     except ValidationError as error:
         raise ArgumentsError(_list_problems(_sentences(error, model))) from None
+
+
+def _usual_hooks(model: type[Group]) -> dict[str, Any]:
+    """The hooks that a tool's own class of settings has where no flag names others; a run has none."""
+    fields = {name: model.model_fields.get(name) for name in ("custom_generate_function_path", "custom_rm_path")}
+    return {name: field.default for name, field in fields.items() if field is not None and field.default}
 
 
 def parse_args_or_exit(argv: Sequence[str] | None = None, *, model: type[GroupT] = Args) -> GroupT:  # type: ignore[assignment]

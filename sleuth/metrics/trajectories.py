@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +22,7 @@ from sleuth.tokens import decode
 
 logger = logging.getLogger(__name__)
 
+Item = TypeVar("Item")
 SECONDS = "_seconds"
 """A metric whose name ends so is a time."""
 LONGEST_NOTE = 10_000
@@ -63,7 +64,7 @@ def _write(path: Path, records: list[dict[str, Any]], title: str) -> None:
     _replace(path.with_suffix(".md"), f"# {path.stem}: {title}\n\n" + "\n".join(map(trajectory_markdown, records)))
 
 
-def spread(samples: Sequence[Sample], limit: int) -> list[Sample]:
+def spread(samples: Sequence[Item], limit: int) -> list[Item]:
     """Up to `limit` samples at even distances, so that they come from many groups; always the same ones."""
     if limit >= len(samples):
         return list(samples)

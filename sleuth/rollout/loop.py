@@ -50,11 +50,14 @@ class FailureBudget:
 
     allowed: int
     failed: list[Sample] = field(default_factory=list)
+    on_failure: Callable[[Sample], None] | None = None
 
     def record(self, sample: Sample) -> None:
         if sample.error is not None:  # a hook may have set it by itself
             sample.error = shortened(sample.error, LONGEST_ERROR)
         self.failed.append(sample)
+        if self.on_failure is not None:
+            self.on_failure(sample)
         logger.warning(
             "sample %d (%s): %s (%s): %s", sample.index, sample.where, sample.status, sample.stop_reason, sample.error
         )
@@ -158,10 +161,12 @@ class GenerationLoop:
         *,
         journal: FinishedSamples | None = None,
         at_once: int | None = None,
+        on_failure: Callable[[Sample], None] | None = None,
     ) -> Rollout:
         """Generate and score each row `n_samples_per_eval_prompt` times; returns one group for each row, in order.
 
-        A failed trajectory is generated anew, as in `rollout`. At most `at_once` trajectories [all] are under way.
+        A failed trajectory is given to `on_failure` and generated anew, as in `rollout`. At most `at_once` trajectories
+        [all] are under way.
         """
         args = self.args
         params = sampling_parameters(
@@ -172,6 +177,7 @@ class GenerationLoop:
         )
         groups = [_group(row, i, args.n_samples_per_eval_prompt) for i, row in enumerate(rows)]
         budget = self._budget(sum(map(len, groups)))
+        budget.on_failure = on_failure
         done = await self._run_groups(groups, params, budget, what, evaluation=True, journal=journal, at_once=at_once)
         return Rollout(done, budget.failed)
 
