@@ -20,6 +20,10 @@
 #   NUM_GPUS       8, or as many as CUDA_VISIBLE_DEVICES names     of this node, for the Ray head
 #   GPU_MEMORY     80                                  GB of one GPU, for the plan: 80, 96, 141 or another number
 #   RAY_ADDRESS    (none: a Ray head is started here, and stopped at the end)
+#   NUM_NODES      1                                   nodes of NUM_GPUS each, all of which train and generate in turn;
+#                                                       scripts/ray_worker.sh joins them, or scripts/slurm.sbatch does
+#   MASTER_ADDR    127.0.0.1                           this node's address, for the Ray head; RAY_PORT [6379] if others join
+#   SUBMIT         1                                   0: run train.py here, inside a job of RAY_ADDRESS or of KubeRay
 #   PYTHON         .venv-gpu/bin/python (scripts/setup_gpu.sh) where nvidia-smi shows a GPU, else .venv/bin/python
 #   ALLOW_CPU      0                                   1: train on the CPU; else a start where torch sees no GPU stops
 #   USE_WANDB      1 if WANDB_API_KEY or WANDB_KEY is set     WANDB_PROJECT [sleuth], WANDB_GROUP [the model's name]
@@ -65,6 +69,8 @@ if [[ -z "${NUM_GPUS:-}" ]]; then
     NUM_GPUS=8
     [[ -n "${CUDA_VISIBLE_DEVICES:-}" ]] && NUM_GPUS="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)" # a Slurm job
 fi
+
+NUM_NODES="${NUM_NODES:-1}"
 
 CHECKPOINT_ARGS=(
     --hf-checkpoint "$HF_CHECKPOINT"
@@ -153,6 +159,15 @@ PLACEMENT_ARGS=(
     --colocate
 )
 
+NODES_ARGS=()
+if ((NUM_NODES > 1)); then
+    NODES_ARGS=(
+        --actor-num-nodes "$NUM_NODES"
+        --actor-num-gpus-per-node "$NUM_GPUS"
+        --rollout-num-gpus "$((NUM_NODES * NUM_GPUS))"
+    )
+fi
+
 HOOK_ARGS=(
     --custom-generate-function-path generate_with_search.generate
     --custom-rm-path generate_with_search.reward_func
@@ -188,6 +203,7 @@ TRAIN_ARGS=(
     "${MISC_ARGS[@]}"
     "${PLACEMENT_ARGS[@]}"
     "${LAYOUT_ARGS[@]}"
+    "${NODES_ARGS[@]}"
     "${HOOK_ARGS[@]}"
     "${WANDB_ARGS[@]}"
     "$@"
@@ -230,12 +246,17 @@ END
 }
 
 export PYTHONPATH="$PWD:$CALLED_FROM${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-PLAN_ARGS=(--available-gpus "$NUM_GPUS" --gpu-memory "${GPU_MEMORY:-80}")
+PLAN_ARGS=(--available-gpus "$((NUM_NODES * NUM_GPUS))" --gpu-memory "${GPU_MEMORY:-80}")
+((NUM_NODES > 1)) && PLAN_ARGS+=(--cluster "${NUM_NODES}x$NUM_GPUS")
 # On another cluster the files may be where this machine does not see them.
 [[ "${DRY_RUN:-0}" != 1 && -z "${RAY_ADDRESS:-}" ]] && PLAN_ARGS+=(--require-files)
 [[ "${DRY_RUN:-0}" != 1 ]] && mkdir -p "$RUN_DIR"
 "$PYTHON" -m sleuth.plan "${TRAIN_ARGS[@]}" "${PLAN_ARGS[@]}"
 [[ "${DRY_RUN:-0}" == 1 ]] && exit 0
+if [[ "${SUBMIT:-1}" == 0 ]]; then
+    rm -rf "$scratch"
+    exec "$PYTHON" "$PWD/train.py" "${TRAIN_ARGS[@]}"
+fi
 
 if [[ -z "${RAY_ADDRESS:-}" ]]; then
     DEVICES=(--num-gpus "$NUM_GPUS")
@@ -251,20 +272,27 @@ END
         exit 2
     fi
     read -r gcs_port dashboard_port agent_port client_port < <(free_ports 4)
+    head_address="${MASTER_ADDR:-127.0.0.1}"
+    ((NUM_NODES > 1)) && gcs_port="${RAY_PORT:-6379}" # the other nodes must know it
     export RAY_raylet_start_wait_time_s=150 # a busy machine is not a broken one
     # Ray's own commands must not look for the head through a proxy.
-    export no_proxy="${no_proxy:+$no_proxy,}127.0.0.1,localhost,::1" NO_PROXY="${NO_PROXY:+$NO_PROXY,}127.0.0.1,localhost,::1"
+    export no_proxy="${no_proxy:+$no_proxy,}$head_address,127.0.0.1,localhost,::1"
+    export NO_PROXY="${NO_PROXY:+$NO_PROXY,}$head_address,127.0.0.1,localhost,::1"
     export RAY_worker_niceness="${RAY_worker_niceness:-0}" # Ray's own 15 starves a run beside ordinary processes
     # Only who has this token may submit jobs to the head; every process of this script inherits it.
-    RAY_AUTH_MODE=token RAY_AUTH_TOKEN="$("$PYTHON" -c 'import secrets; print(secrets.token_hex(32))')"
-    export RAY_AUTH_MODE RAY_AUTH_TOKEN
+    if [[ -z "${RAY_AUTH_TOKEN:-}" ]]; then
+        RAY_AUTH_TOKEN="$("$PYTHON" -c 'import secrets; print(secrets.token_hex(32))')"
+        ((NUM_NODES > 1)) && echo "on each other node: MASTER_ADDR=$head_address RAY_PORT=$gcs_port" \
+            "RAY_AUTH_TOKEN=$RAY_AUTH_TOKEN bash scripts/ray_worker.sh"
+    fi
+    export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
     # Its own folder: another Ray on this machine keeps its address file. In /tmp, since socket paths must be short.
     ray_dir="$(mktemp -d /tmp/sleuth-ray-XXXXXX)"
     "$PYTHON" -m sleuth.leftovers $$ "$ray_dir" || true # should this script be killed, the next start removes it
     echo "starting a Ray head with ${DEVICES[*]} (log: $RUN_DIR/ray.log, dashboard: http://127.0.0.1:$dashboard_port)"
     # A session of its own, so that ctrl-C reaches the job first and the head is stopped by clean_up.
     setsid "$PYTHON" -m ray.scripts.scripts start --head --block "${DEVICES[@]}" --disable-usage-stats \
-        --node-ip-address 127.0.0.1 --port "$gcs_port" --dashboard-host 127.0.0.1 --dashboard-port "$dashboard_port" \
+        --node-ip-address "$head_address" --port "$gcs_port" --dashboard-host 127.0.0.1 --dashboard-port "$dashboard_port" \
         --dashboard-agent-listen-port "$agent_port" --ray-client-server-port "$client_port" \
         --temp-dir "$ray_dir" >"$RUN_DIR/ray.log" 2>&1 &
     ray_pid=$!

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 from pathlib import Path
+
+WORKING_FOLDER = "SLEUTH_WORKING_FOLDER"
+"""Names the folder in which the run was started, to its processes on every node."""
+
+
+def enter_working_folder() -> None:
+    """Go where the run was started, so that a relative path means the same there as here.
+
+    A process of a Ray that ran before begins where Ray was started.
+    """
+    with contextlib.suppress(OSError):  # the folder is not on this node: relative paths then lead nowhere
+        os.chdir(os.environ.get(WORKING_FOLDER, "."))
 
 
 def nearest_existing(path: Path) -> Path:

@@ -309,6 +309,23 @@ def stand_in_python(tmp_path: Path) -> Path:
     return path
 
 
+def test_several_nodes_train_and_generate_on_all_their_gpus(hooks: dict[str, str]):
+    result = dry_run(*STAND_IN, **hooks, NUM_NODES="2", NUM_GPUS="8")
+    assert result.returncode == 0, result.stderr
+    text = " ".join(result.stdout.split())
+    assert "16 = max(16, 16), colocated" in text
+    assert "Nodes of a pretended cluster, 2x8 node 0, GPU 0 to 1 trainer rank 0 to 1, engine 0" in text
+    assert "node 1, GPU 6 to 7 trainer rank 14 to 15, engine 7" in text
+
+
+def test_within_a_job_the_script_is_the_run(checkout: Path):
+    """As KubeRay starts it, which has submitted the job already."""
+    result = planned_with(checkout, "", DRY_RUN="0", SUBMIT="0", NUM_NODES="2", RUN_DIR=str(checkout / "run"))
+    started = result.splitlines()[-1]
+    assert f"{checkout}/train.py --" in started
+    assert "--actor-num-nodes 2 --actor-num-gpus-per-node 8 --rollout-num-gpus 16" in started
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this torch sees GPUs")
 def test_a_start_where_torch_sees_no_gpu_is_refused(stand_in_python: Path, tmp_path: Path):
     result = dry_run(DRY_RUN="0", RUN_DIR=str(tmp_path / "run"), PYTHON=str(stand_in_python))

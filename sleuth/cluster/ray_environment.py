@@ -15,6 +15,7 @@ from ray._private.services import canonicalize_bootstrap_address
 
 from sleuth.arguments import Args
 from sleuth.loopback import without_proxy
+from sleuth.paths import WORKING_FOLDER
 
 MAX_SOCKET_PATH = 107
 """Bytes of the path of a Unix socket, on Linux."""
@@ -44,9 +45,11 @@ def cluster_address(args: Args) -> tuple[str, str] | None:
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
     """What the actors of a run get of `environment`: on other nodes they would have only what Ray was started with.
 
-    Those are the variables of NCCL, gloo and the network, such as NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME.
+    Those are the variables of NCCL, gloo and the network, such as NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, and where
+    the run was started.
     """
-    return {name: value for name, value in environment.items() if name.startswith(PASSED_ON)}
+    network = {name: value for name, value in environment.items() if name.startswith(PASSED_ON)}
+    return network | {WORKING_FOLDER: os.getcwd()}
 
 
 def check_ray(args: Args) -> None:

@@ -24,6 +24,7 @@ from sleuth.cluster.placement import Placement
 from sleuth.cluster.ray_environment import passed_on
 from sleuth.cluster.waiting import Wait, Waiter
 from sleuth.engine.key import engine_key, use_engine_key
+from sleuth.paths import enter_working_folder
 from sleuth.processes import ProcessName
 from sleuth.rollout.collector import relax_garbage_collector
 from sleuth.rollout.manager import RolloutManager, SupervisedManager
@@ -56,6 +57,7 @@ class RolloutActor:
     """Runs the manager in a process of its own."""
 
     def __init__(self, args: Args, run_dir: Path, engine_key: str) -> None:
+        enter_working_folder()
         configure_logging(run_dir, "rollout", args)
         use_engine_key(engine_key)
         self.args, self.run_dir = args, run_dir

@@ -12,6 +12,7 @@ from typing import Any
 from sleuth.arguments import Args
 from sleuth.checkpoints import CONFIGURATION, checkpoint_folder
 from sleuth.cluster.memory_turns import TRAINER_PARTS, MemoryTurns
+from sleuth.cluster.nodes import check_nodes, node_deaths_explained, watch_nodes
 from sleuth.cluster.placement import Placement, place, ray_session
 from sleuth.cluster.progress import Progress
 from sleuth.cluster.rollout_group import RolloutGroup, StepRefs
@@ -177,9 +178,13 @@ def _rollout_side(args: Args, run_dir: Path) -> Iterator[tuple[Placement, Rollou
     """Start Ray, reserve the devices, and begin to start the rollout group; stop all of it at the end of the block."""
     with ray_session(args):
         placement = place(args)
-        rollout = RolloutGroup(args, run_dir, placement, Waiter())
         try:
-            yield placement, rollout
+            with node_deaths_explained(placement.nodes, args.save):
+                check_nodes(args, run_dir, placement.nodes)
+                rollout = RolloutGroup(args, run_dir, placement, Waiter([watch_nodes(placement.nodes)]))
+                try:
+                    yield placement, rollout
+                finally:
+                    rollout.close()
         finally:
-            rollout.close()
             placement.remove()

@@ -20,6 +20,7 @@ from sleuth.cluster.waiting import Wait, Waiter
 from sleuth.engine.devices import check_granted
 from sleuth.engine.key import engine_key, use_engine_key
 from sleuth.meeting import join_meeting, open_meeting
+from sleuth.paths import enter_working_folder
 from sleuth.processes import ProcessName
 from sleuth.weight_sync.control import AFTERMATH_SECONDS
 from sleuth.weight_sync.sources import Source
@@ -45,6 +46,7 @@ class TrainActor:
         sources: Sequence[Source],
         engine_key: str,
     ) -> None:
+        enter_working_folder()
         configure_logging(run_dir, f"trainer_{rank}", args)
         use_engine_key(engine_key)
         self.args, self.run_dir, self.rank, self.world_size = args, run_dir, rank, world_size

@@ -54,10 +54,13 @@ class Watched:
 
 
 class Waiter:
-    """Waits for a run's actors. `looks` say what is wrong with its processes; none may wait itself."""
+    """Waits for a run's actors. `looks` say what is wrong with its processes; none may wait itself.
 
-    def __init__(self) -> None:
-        self.looks: list[Callable[[], list[str]]] = []
+    One that raises an error ends the wait.
+    """
+
+    def __init__(self, looks: Sequence[Callable[[], list[str]]] = ()) -> None:
+        self.looks = list(looks)
         self.prefix = ""
         """What the waits are part of, such as "step 3: "."""
 

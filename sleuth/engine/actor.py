@@ -9,12 +9,14 @@ from __future__ import annotations
 from sleuth.engine.devices import check_granted
 from sleuth.engine.key import use_engine_key
 from sleuth.engine.server import EngineConfig, EngineServer
+from sleuth.paths import enter_working_folder
 
 
 class EngineActor:
     """Owns one `EngineServer`; see there for what the methods do."""
 
     def __init__(self, config: EngineConfig, key: str) -> None:
+        enter_working_folder()
         use_engine_key(key)
         self._server = EngineServer(config)
 

@@ -24,6 +24,7 @@ from sleuth.cluster.ray_environment import (
     passed_on,
     prepare_environment,
 )
+from sleuth.paths import WORKING_FOLDER, enter_working_folder
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +68,17 @@ def test_the_head_of_a_job_is_joined_where_several_nodes_are_wanted(monkeypatch:
 
 def test_actors_get_the_variables_of_the_network() -> None:
     network = {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "eth0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    assert passed_on({**network, "SERPER_API_KEY": "secret", "PATH": "/bin"}) == network
+    assert passed_on({**network, "SERPER_API_KEY": "secret", "PATH": "/bin"}) == network | {WORKING_FOLDER: os.getcwd()}
+
+
+def test_an_actor_works_where_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    monkeypatch.setenv(WORKING_FOLDER, str(tmp_path))
+    enter_working_folder()
+    assert Path.cwd() == tmp_path
+    monkeypatch.setenv(WORKING_FOLDER, str(tmp_path / "not-here"))
+    enter_working_folder()
+    assert Path.cwd() == tmp_path
 
 
 @pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
