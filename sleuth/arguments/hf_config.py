@@ -70,11 +70,10 @@ def _as_transformers_reads(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
     fields = {name: value for name, value in hf_config.items() if name not in ("model_type", "transformers_version")}
     try:
-        config = AutoConfig.for_model(hf_config["model_type"], **fields)
+        return dict(AutoConfig.for_model(hf_config["model_type"], **fields).to_dict())
     except Exception as error:  # transformers raises errors of many kinds for values that it cannot use
         reason = " ".join(str(error).split())
         raise ArgumentsError(f"--hf-checkpoint: transformers cannot read its config.json: {reason}") from error
-    return dict(config.to_dict())
 
 
 def _not_computed(config: Mapping[str, Any]) -> Iterator[str]:

@@ -156,15 +156,17 @@ def _listed_files(folder: Path) -> dict[str, Path]:
     index = folder / INDEX_FILE
     if index.is_file():
         try:
-            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            listed = {str(name): folder / str(file) for name, file in places.items()}
+            places = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{index} is not an index of tensors ({_cause(index) or error!r}); download it again"
             ) from error
-        if listed:
-            return listed
-        raise ValueError(f"{index} lists no tensors; download it again")
+        if not places:
+            raise ValueError(f"{index} lists no tensors; download it again")
+        for name, file in places.items():
+            if not isinstance(file, str) or not file or Path(file).name != file:
+                raise ValueError(f"{index} says that {file!r} holds {name}, expected a file's name; download it again")
+        return {name: folder / file for name, file in places.items()}
     if not (folder / SINGLE_FILE).is_file():
         raise ValueError(_without_safetensors(folder))
     return {}
@@ -214,7 +216,7 @@ def _cause(path: Path) -> str:
 
 def _layer_of(name: str) -> int | None:
     parts = name.split(".")
-    return int(parts[2]) if parts[:2] == ["model", "layers"] and parts[2].isdecimal() else None
+    return int(parts[2]) if parts[:2] == ["model", "layers"] and "".join(parts[2:3]).isdecimal() else None
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -110,7 +110,17 @@ def test_an_index_that_names_what_is_not_there(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("", "is empty"), ("{", "Expecting"), ("{}", "weight_map"), ('{"weight_map": {}}', "no tensors")],
+    [
+        ("", "is empty"),
+        ("{", "Expecting"),
+        ("{}", "weight_map"),
+        ('{"weight_map": {}}', "no tensors"),
+        ('{"weight_map": {"a": null}}', "None holds a, expected a file's name"),
+        ('{"weight_map": {"a": ""}}', "'' holds a, expected"),
+        ('{"weight_map": {"a": "."}}', "'.' holds a, expected"),
+        ('{"weight_map": {"a": "../other/model.safetensors"}}', "other/model.safetensors' holds a, expected"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "'/etc/passwd' holds a, expected"),
+    ],
 )
 def test_an_index_that_cannot_be_used(folder: Path, text: str, found: str) -> None:
     (folder / INDEX_FILE).write_text(text)
@@ -178,6 +188,19 @@ def test_biases_that_the_model_has_no_place_for(tmp_path: Path) -> None:
     bias = "model.layers.0.self_attn.q_proj.bias"
     change(folder, lambda tensors: tensors.update({bias: torch.ones(64)}))
     assert f"{bias} has no place in the model" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["model.layers", "model.layers.", "model.layers.first.weight", "lm_head", ""])
+def test_a_tensor_of_a_strange_name(folder: Path, name: str) -> None:
+    change(folder, lambda tensors: tensors.update({name: torch.ones(2)}))
+    assert f"  {name} has no place in the model" in refusal(folder)
+
+
+@pytest.mark.parametrize("values", [{"dtype": ["float16"]}, {"quantization_config": "fp8"}, {"vocab_size": None}])
+def test_values_that_transformers_stumbles_over(folder: Path, values: dict[str, Any]) -> None:
+    configure(folder, **values)
+    with pytest.raises(ValueError, match=r"transformers cannot read its config\.json: "):
+        ModelShape.from_hf(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
