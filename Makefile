@@ -28,7 +28,8 @@ docs: setup
 gpu-check:
 	.venv-gpu/bin/python tools/gpu_check.py
 
-# The lock files of the GPU environments, where their inputs changed; with LOCKS=--all newer versions, too.
+# The lock files of the GPU environments, where their inputs changed; with LOCKS=--all newer versions, too. With
+# LOCKS=--verify nothing is written: all are resolved anew, and a difference is an error.
 locks:
 	python3 -m venv --clear .venv-locks
 	.venv-locks/bin/python -m pip install --quiet uv

@@ -16,6 +16,7 @@ ROOT="$(dirname "$SCRIPTS")"
 NEEDED_DRIVER=580   # of CUDA 13
 NEEDED_GLIBC=2.34   # of SGLang's wheels
 NEEDED_NVCC=13      # what is compiled must be for the CUDA that torch is built for
+NEEDED_COMPUTE=7.5  # the oldest GPUs that CUDA 13 computes on; the driver still accepts older ones
 
 # Each check prints what it misses, with the remedy, and then returns 1.
 
@@ -27,6 +28,12 @@ missing() {
 # Whether version $1 is at least $2.
 at_least() { [[ "$(printf '%s\n%s\n' "$2" "$1" | sort -V | head -n 1)" == "$2" ]]; }
 
+check_processor() {
+    local found
+    found="$(uname -sm)"
+    [[ "$found" == "Linux x86_64" ]] || missing "expected Linux on x86_64, which scripts/locks/ are for, found $found: use such a machine"
+}
+
 check_driver() {
     local found
     if [[ "${SKIP_DRIVER_CHECK:-0}" == 1 ]]; then
@@ -36,7 +43,19 @@ check_driver() {
             "install one and restart, or start the container with its GPUs (docker run --gpus all)"
     elif found="$(head -n 1 <<<"$found")" && ! at_least "$found" "$NEEDED_DRIVER"; then
         missing "expected an NVIDIA driver >= $NEEDED_DRIVER (CUDA 13), found $found: update it and restart"
+    else
+        check_gpus
     fi
+}
+
+check_gpus() {
+    local name capability
+    while IFS=, read -r name capability; do
+        capability="${capability// /}"
+        [[ "$capability" =~ ^[0-9]+\.[0-9]+$ ]] || continue # not told
+        at_least "$capability" "$NEEDED_COMPUTE" \
+            || missing "expected GPUs of compute capability >= $NEEDED_COMPUTE (Turing or newer), found $name of $capability: use others" || return
+    done < <(nvidia-smi --query-gpu=name,compute_cap --format=csv,noheader)
 }
 
 check_glibc() {
@@ -54,7 +73,9 @@ version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/de
 # Prints the Python to use.
 find_python() {
     local candidate version found=""
-    for candidate in ${PYTHON:-python3.12 python3.11 python3}; do
+    local candidates=(python3.12 python3.11 python3)
+    [[ -n "${PYTHON:-}" ]] && candidates=("$PYTHON") # one, whose path may have spaces
+    for candidate in "${candidates[@]}"; do
         version="$(version_of "$candidate")" || continue
         if [[ "$version" == 3.1[12] ]]; then
             command -v "$candidate"
@@ -62,7 +83,7 @@ find_python() {
         fi
         found+=" $candidate is $version;"
     done
-    missing "expected Python 3.11 or 3.12, found${found:- none;} install it (Debian, Ubuntu: apt install python3.12-venv," \
+    missing "expected Python 3.11 or 3.12, found${found:- none${PYTHON:+ that runs as $PYTHON};} install it (Debian, Ubuntu: apt install python3.12-venv," \
         "python3.12-dev) and name it: PYTHON=/path/to/python3.12 bash scripts/setup_gpu.sh"
 }
 
@@ -108,9 +129,11 @@ check_space() {
 # Reports everything that this machine lacks for environment $1 of $2 MB, not only the first thing.
 check_machine() {
     local good=0
+    check_processor || good=1
     check_driver || good=1
     check_glibc || good=1
     find_python >/dev/null || good=1
+    check_venv_module || good=1
     if [[ "$1" != *retriever* ]]; then
         check_nvcc || good=1
         check_build_tools || good=1
@@ -119,8 +142,31 @@ check_machine() {
     return "$good"
 }
 
+check_venv_module() {
+    local python
+    python="$(find_python 2>/dev/null)" || return 0 # told already
+    "$python" -c 'import ensurepip, venv' 2>/dev/null || missing "expected Python's venv and ensurepip, found none in $python:" \
+        "install them (Debian, Ubuntu: apt install python$(version_of "$python")-venv)"
+}
+
 # A hash of the locks that the environment was made from. It is written last, as a sign that all is installed.
 fingerprint() { cat "$@" | sha256sum | cut -d ' ' -f 1; }
+
+# Whether the environment is there for Python $1, from the locks that follow.
+is_done() {
+    local version="$1"
+    shift
+    [[ "$(version_of "$VENV/bin/python")" == "$version" && "$(fingerprint "$@")" == "$(cat "$VENV/sleuth-setup.done" 2>/dev/null)" ]]
+}
+
+# An interrupted set-up goes on; one that was finished with other locks may hold what these do not name.
+make_venv() {
+    if [[ -e "$VENV" && ! -f "$VENV/pyvenv.cfg" && -n "$(ls -A "$VENV")" ]]; then
+        missing "expected no $VENV, or one that this script made, found something else: move it away"
+    elif [[ -f "$VENV/sleuth-setup.done" || "$(version_of "$VENV/bin/python")" != "$2" ]]; then
+        "$1" -m venv --clear "$VENV"
+    fi
+}
 
 pip_install() {
     "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --retries 3 --no-deps --require-hashes \
@@ -170,15 +216,18 @@ main() {
     fi
     locks=("$SCRIPTS/locks/$name-$version.txt")
     [[ "$WITH_TE" == 1 ]] && locks+=("$SCRIPTS/locks/gpu-te-$version.txt")
-    if [[ "$(fingerprint "${locks[@]}")" == "$(cat "$VENV/sleuth-setup.done" 2>/dev/null)" ]]; then
+    is_done "$version" "${locks[@]}" || {
+        if command -v flock >/dev/null; then
+            exec 9<"$SCRIPTS"
+            flock 9 # another set-up may be doing it
+        fi
+    }
+    if is_done "$version" "${locks[@]}"; then
         try_out
         return
     fi
     echo "== setting up $VENV ($python); once, some minutes"
-    # An interrupted set-up goes on; one that was finished with other locks may hold what these do not name.
-    if [[ -f "$VENV/sleuth-setup.done" || "$(version_of "$VENV/bin/python")" != "$version" ]]; then
-        "$python" -m venv --clear "$VENV"
-    fi
+    make_venv "$python" "$version"
     pip_install --requirement "${locks[0]}"
     [[ "$WITH_TE" == 1 ]] && install_te "${locks[1]}"
     try_out

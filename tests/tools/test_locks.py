@@ -53,6 +53,52 @@ def test_a_change_of_inputs_asks_for_new_locks(tmp_path: Path, capsys: pytest.Ca
     assert [lock.path.name for lock in module.locks() if not lock.is_current()] == ["gpu-te-3.12.txt"]
 
 
+UV = """#!{python}
+import pathlib, sys
+target = pathlib.Path(sys.argv[sys.argv.index("--output-file") + 1])
+assert "--hash" not in target.read_text()
+target.write_text(pathlib.Path("answer.txt").read_text())
+"""
+"""Stands in for uv: the answer is a file beside the inputs; hashes are to come from the index, not from the lock."""
+
+
+def verified(folder: Path, answer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    (folder / "answer.txt").write_text(answer)
+    module = load_make_locks(folder)
+    monkeypatch.setattr(module, "locks", lambda: [module.Lock("gpu", "3.11")])
+    told = [module.main(["--verify"]), capsys.readouterr().out]
+    assert bool(told[0]) == bool(told[1])
+    return told[1]
+
+
+def test_resolving_anew_tells_what_a_lock_has_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "uv").write_text(UV.format(python=sys.executable))
+    (tmp_path / "uv").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    first, second = (f"    --hash=sha256:{digit * 64}" for digit in "ab")
+    (tmp_path / "gpu-3.11.txt").write_text(f"# Made\none==1 \\\n{first}\n")
+    assert verified(tmp_path, f"one==1 \\\n{first} \\\n{second}\n", monkeypatch, capsys) == ""
+    told = verified(tmp_path, f"one==1 \\\n{second}\n", monkeypatch, capsys)
+    assert f"gpu-3.11.txt: one has hashes that the index does not: sha256:{'a' * 64}" in told
+    told = verified(tmp_path, f"one==2 \\\n{first}\ntwo==1 \\\n{first}\n", monkeypatch, capsys)
+    assert "gpu-3.11.txt: one is one==1, expected one==2" in told
+    assert "gpu-3.11.txt: two is none, expected two==1" in told
+    assert (tmp_path / "gpu-3.11.txt").read_text().startswith("# Made\none==1"), "nothing is written"
+
+
+def test_an_index_that_cannot_be_reached_is_no_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    module = load_make_locks(tmp_path)
+    for message, status in (("Failed to fetch: https://pypi.org/simple/one/", 0), ("No solution found", 1)):
+        program(tmp_path, "uv", f"echo 'error: {message}' >&2; exit 2")
+        assert module.main(["--verify"]) == status
+        assert message in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("path", sorted(LOCKS.glob("*.txt")), ids=lambda path: path.name)
 def test_a_lock_names_every_file_by_hash_and_no_place(path: Path) -> None:
     text = path.read_text()
@@ -120,12 +166,21 @@ def check(call: str, folder: Path, **variables: str) -> tuple[int, str]:
     return done.returncode, done.stderr + done.stdout
 
 
+def gpus(*lines: str) -> str:
+    """An nvidia-smi with a good driver that lists these names and compute capabilities."""
+    listing = "; ".join(f"echo '{line}'" for line in lines)
+    return f'case "$*" in *compute_cap*) {listing} ;; *) echo 580.65.06 ;; esac'
+
+
 @pytest.mark.parametrize(
     ("smi", "status", "part"),
     [
         ("echo 580.65.06; echo 580.65.06", 0, ""),
         ("echo 600.1", 0, ""),
         ("echo 575.57.08", 1, "expected an NVIDIA driver >= 580 (CUDA 13), found 575.57.08: update it"),
+        (gpus("NVIDIA H100 80GB HBM3, 9.0", "NVIDIA RTX PRO 6000, 12.0"), 0, ""),
+        (gpus("Some GPU, [N/A]"), 0, ""),
+        (gpus("NVIDIA H100 80GB HBM3, 9.0", "Tesla V100-SXM2-32GB, 7.0"), 1, "found Tesla V100-SXM2-32GB of 7.0: use"),
         ("echo 'no devices were found'; exit 6", 1, "found none (nvidia-smi: no devices were found)"),
     ],
 )
@@ -159,6 +214,51 @@ def test_glibc(ldd: str, status: int, part: str, tmp_path: Path) -> None:
     found, told = check("check_glibc", tmp_path)
     assert found == status
     assert part in told
+
+
+@pytest.mark.parametrize(("found", "status"), [("Linux x86_64", 0), ("Linux aarch64", 1), ("Darwin arm64", 1)])
+def test_processor(found: str, status: int, tmp_path: Path) -> None:
+    program(tmp_path, "uname", f"echo {found}")
+    told = f"expected Linux on x86_64, which scripts/locks/ are for, found {found}" if status else ""
+    assert check("check_processor", tmp_path)[0] == status
+    assert told in check("check_processor", tmp_path)[1]
+
+
+def test_a_python_in_a_folder_with_a_space(tmp_path: Path) -> None:
+    (tmp_path / "my tools").mkdir()
+    program(tmp_path / "my tools", "python", "echo 3.12")
+    path = str(tmp_path / "my tools" / "python")
+    assert check("find_python", tmp_path, PYTHON=path) == (0, f"{path}\n")
+    assert "found none that runs as /nowhere/python;" in check("find_python", tmp_path, PYTHON="/nowhere/python")[1]
+
+
+def test_a_python_that_cannot_make_environments(tmp_path: Path) -> None:
+    program(tmp_path, "pythonX", "case $2 in *ensurepip*) exit 1 ;; *) echo 3.12 ;; esac")
+    status, told = check("check_venv_module", tmp_path, PYTHON="pythonX")
+    assert status == 1
+    assert "apt install python3.12-venv" in told
+    assert check("check_venv_module", tmp_path, PYTHON=sys.executable) == (0, "")
+
+
+def test_what_somebody_else_made_is_not_cleared(tmp_path: Path) -> None:
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "mine").touch()
+    status, told = check(f"VENV='{tmp_path}/env'; make_venv python3 3.11", tmp_path)
+    assert status == 1
+    assert f"expected no {tmp_path}/env, or one that this script made" in told
+    assert (tmp_path / "env" / "mine").exists()
+
+
+def test_an_environment_whose_python_is_gone_is_not_done(tmp_path: Path) -> None:
+    program(tmp_path, "python", "echo 3.12")
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    (tmp_path / "env" / "bin" / "python").symlink_to(tmp_path / "python")
+    done = f"VENV='{tmp_path}/env'; fingerprint {SCRIPT} >$VENV/sleuth-setup.done; is_done"
+    assert check(f"{done} 3.12 {SCRIPT}", tmp_path)[0] == 0
+    assert check(f"{done} 3.11 {SCRIPT}", tmp_path)[0] == 1
+    assert check(f"{done} 3.12 {LOCKS / 'gpu.in'}", tmp_path)[0] == 1
+    (tmp_path / "python").unlink()
+    assert check(f"{done} 3.12 {SCRIPT}", tmp_path)[0] == 1
 
 
 @pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
