@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sleuth.checkpoints import JOURNAL, checkpoint_steps, is_checkpoint
+from sleuth.checkpoints import JOURNAL, TRACKER, checkpoint_steps, is_checkpoint
 from sleuth.sample import Sample, SampleStatus, Segment, TokenTrace, check_reason
 
 logger = logging.getLogger(__name__)
@@ -104,8 +104,13 @@ class Journal:
         return record.samples
 
     def _prune(self) -> None:
-        """Delete the files of steps up to the oldest checkpoint: no checkpoint is left that could go on with them."""
-        oldest = 0 if self._keep_all else min(checkpoint_steps(self._checkpoints), default=0)
+        """Delete the files of steps up to the oldest checkpoint: no checkpoint is left that could go on with them.
+
+        Without a tracker a run starts at step 1, even if a kill left a checkpoint that the tracker was to name next.
+        """
+        if self._keep_all or not (self._checkpoints / TRACKER).is_file():
+            return
+        oldest = min(checkpoint_steps(self._checkpoints), default=0)
         for step, path in step_files(self.folder).items():
             if step <= oldest:
                 path.unlink()

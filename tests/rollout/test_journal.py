@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sleuth.arguments import parse_args
+from sleuth.checkpoints import TRACKER
 from sleuth.rollout.journal import Journal, differing, read_step, step_file, step_files
 from sleuth.rollout.journal_settings import journal_settings
 from sleuth.sample import Sample, SampleStatus, StopReason, TokenTrace
 from tests.rollout.test_manager import DEMO
 
+ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"lr": 0.1, "custom_config": {"search_r1": {"topk": 1}}}
 
 
@@ -150,6 +153,9 @@ def test_files_go_with_the_checkpoints(tmp_path: Path) -> None:
         (tmp_path / f"iter_{step:07d}").mkdir()
         (tmp_path / f"iter_{step:07d}/metadata.json").touch()
     Journal(tmp_path, None, SETTINGS).step(6)
+    assert list(step_files(tmp_path / "journal")) == [1, 2, 3, 4, 5, 6]  # a run would start at step 1
+    (tmp_path / TRACKER).write_text("4")
+    Journal(tmp_path, None, SETTINGS).step(6)
     assert list(step_files(tmp_path / "journal")) == [3, 4, 5, 6]
     (tmp_path / "iter_0000002/metadata.json").unlink()
     Journal(tmp_path, None, SETTINGS, keep_all=True).step(7)
@@ -182,3 +188,19 @@ def test_settings_tell_runs_apart_but_not_addresses(tmp_path: Path) -> None:
     assert differing(first, settings("--lr", "0.5"))[0].endswith("instead of 0.5")
     assert differing(first, settings(topk=2))[0].startswith("custom_config")
     assert first["hooks"].keys() == {"generate_with_search"}
+
+
+def test_a_kill_at_any_moment_loses_no_sample_and_uses_none_twice(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.rollout.journal_kills", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout)
+    expected = {
+        *("beginning a step: before os.mkdir", "beginning a step: half written", "beginning a step: written"),
+        *("beginning a step: before os.rename", "beginning a step: before os.remove"),
+        *("a sample: before a write", "a sample: half written", "a sample: written"),
+        *("the end of a step: before a write", "the end of a step: half written", "the end of a step: written"),
+        *("training: trained", "saving: before os.rename"),
+    }
+    assert expected <= result["moments"].keys()
+    assert result["runs"] > 60
