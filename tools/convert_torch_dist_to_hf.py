@@ -31,6 +31,7 @@ class ExportGroup(Group):
     hf_checkpoint: Path = Field(description="Folder of the Hugging Face model that training started from.")
     save: Path = Field(description="Folder for the Hugging Face model; it must be empty or absent.")
     dtype: DType = Field("auto", description="Precision of the weights; auto is that of config.json.")
+    verify: bool = Field(True, description="Compare the checkpoint's files with their checksums before it is read.")
     max_shard_size: PositiveFloat = Field(5.0, description="Largest size of one file, in GB.")
     check: bool = Field(True, description="Compare logits of both models afterwards, if memory allows.")
 
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 iteration=args.iteration,
                 dtype=args.dtype,
                 check=args.check,
+                verify=args.verify,
                 shard_bytes=int(args.max_shard_size * 10**9),
                 progress=lambda _, total: bar.update(task, advance=1, total=total),
             )

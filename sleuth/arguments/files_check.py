@@ -13,6 +13,7 @@ from sleuth.arguments.parser import ArgumentsError
 from sleuth.checkpoints import JOURNAL, TRACKER, find_checkpoint, holds_checkpoint, read_description, resuming_problem
 from sleuth.data_path import DataPath
 from sleuth.engine.launch import missing_engine, missing_router
+from sleuth.manifest import check_sizes
 from sleuth.paths import check_writable
 
 
@@ -107,9 +108,10 @@ def _checkpoint_problems(args: Args) -> Iterator[str]:
 
 
 def _tracker_problems(what: str, folder: Path) -> Iterator[str]:
-    """Problems if the tracker file names a checkpoint that is missing, for example after an interrupted copy."""
+    """A checkpoint, or a file of one, that is missing or was cut, for example by an interrupted copy."""
     try:
-        find_checkpoint(folder)
+        if found := find_checkpoint(folder):
+            check_sizes(found)
     except ValueError as error:
         yield f"{what}: {error}"
 

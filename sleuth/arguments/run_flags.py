@@ -81,6 +81,11 @@ class CheckpointArgs(Group):
         description="Take only the weights of --load: a new run, from step 1 and the data's first row, with a new "
         "optimizer.",
     )
+    verify: bool = Field(
+        True,
+        description="Before a checkpoint (--load, --ref-load) is loaded, compare its files with the checksums that "
+        "were saved with it.",
+    )
     save: Path | None = Field(None, description="Folder for checkpoints; without it nothing is saved.")
     save_interval: PositiveInt = Field(
         20, description="Steps between checkpoints in --save; the last step is always saved."

@@ -36,15 +36,15 @@ def weights_to_evaluate(args: Args, run_dir: Path) -> Iterator[tuple[Args, int]]
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     # Megatron keeps its state in the process.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        process.submit(_convert, args.load, Path(args.hf_checkpoint), folder, dtype).result()
+        process.submit(_convert, args.load, Path(args.hf_checkpoint), folder, dtype, args.verify).result()
     try:
         yield args.model_copy(update={"hf_checkpoint": str(folder)}), saved_step(args.load) or 0
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _convert(load: Path, hf_checkpoint: Path, save: Path, dtype: str) -> None:
+def _convert(load: Path, hf_checkpoint: Path, save: Path, dtype: str, verify: bool) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the host's memory is larger
     from sleuth.megatron.convert import torch_dist_to_hf
 
-    torch_dist_to_hf(load, hf_checkpoint, save, dtype=dtype, check=False)
+    torch_dist_to_hf(load, hf_checkpoint, save, dtype=dtype, check=False, verify=verify)

@@ -15,8 +15,10 @@ from sleuth.arguments import Args, ArgumentsError, check_files, check_model, rea
 from sleuth.arguments.checks import flag
 from sleuth.arguments.model_check import fit_to_model
 from sleuth.arguments.model_scripts import known_model, known_models
+from sleuth.checkpoints import find_checkpoint
 from sleuth.dtypes import dtype_name, slow_on_cpu
 from sleuth.hooks import Settings, check_hooks, declared_settings, hook_modules, load_hook, resolve_sections
+from sleuth.manifest import MANIFEST
 from sleuth.memory_plan import checkpoints_kept
 from sleuth.paths import nearest_existing
 from sleuth.prompt_templates import lack_instruction
@@ -56,9 +58,9 @@ def preflight(args: ArgsT, *, planning: bool = False, warn: Callable[[str], None
     if missing:
         warn(missing)
     else:
-        for warning in (*bare_questions(args, checked), *unwinnable_rows(args, modules), check_disk(args)):
-            if warning:
-                warn(warning)
+        told = (*bare_questions(args, checked), *unwinnable_rows(args, modules), *unverified(args), check_disk(args))
+        for sentence in filter(None, told):
+            warn(sentence)
     if not planning:
         if warning := check_precision(args):
             warn(warning)
@@ -214,6 +216,17 @@ def unwinnable_rows(args: Args, modules: Sequence[ModuleType]) -> list[str]:
     paths += [(path, True) for path in args.eval_sets.values()]
     found = [check_labels(path, args, check, evaluation=held_out) for check in checks for path, held_out in paths]
     return [sentence for sentence in found if sentence]
+
+
+def unverified(args: Args) -> Iterator[str]:
+    """A sentence for each checkpoint that will be loaded without a look at its content, though --verify asks for it."""
+    for name, folder in (("--load", args.load), ("--ref-load", args.ref_load)):
+        found = find_checkpoint(folder) if folder is not None and args.verify else None
+        if found is not None and not (found / MANIFEST).is_file():
+            yield (
+                f"{name}: {found} was saved without checksums ({MANIFEST}), so damage to its files may go unnoticed; "
+                "the checkpoints that this run saves have them"
+            )
 
 
 def check_disk(args: Args) -> str | None:

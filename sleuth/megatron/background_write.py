@@ -3,6 +3,7 @@
     write = BackgroundWrite(state, folder)     # returns when all that it will write lies in host memory
     while not write.done(): ...                # the model may change, or lend its memory
     write.finish()                             # the folder is a whole checkpoint
+    write.checksums                            # of the files that this rank wrote, for the manifest
 
 Megatron hands out the work as a function to call and functions to finish with. Its own callers of them start processes:
 one forks, which can hang where there are threads (gloo, OpenMP, Ray), the other needs CUDA. Writing to files
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+from sleuth.manifest import Entry, entries_of
 from sleuth.megatron import device, parallel
 
 # Newer versions of megatron-core would take another library's asynchronous save.
@@ -42,10 +44,13 @@ class BackgroundWrite:
         self._finish: list[Callable[[], None]] = request.finalize_fns
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
+        self._folder = folder
+        self.checksums: dict[str, Entry] = {}
         if request.async_fn is not None:  # this rank has something to write
             rank, buckets, results = request.async_fn_args
             work = functools.partial(request.async_fn, rank, _on_host(buckets), results)
-            self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
+            files = sorted({Path(path).name for path, _, _ in buckets})
+            self._thread = threading.Thread(target=self._run, args=(work, files), name="checkpoint", daemon=True)
             self._thread.start()
 
     def done(self) -> bool:
@@ -63,9 +68,10 @@ class BackgroundWrite:
         for function in self._finish:
             function()
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _run(self, work: Callable[[], None], files: list[str]) -> None:
         try:
             work()
+            self.checksums = entries_of(self._folder, files)
         except Exception as error:
             self._error = error
 

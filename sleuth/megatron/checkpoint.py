@@ -1,7 +1,8 @@
 """Checkpoints in megatron's torch_dist format, readable in another parallel layout.
 
-A checkpoint's folder holds weights and optimizer (torch_dist), rollout_state.json, sleuth.json (which describes it)
-and rng_*.pt (the random state of each rank). `sleuth.checkpoints` sees to it that the folder is whole or not there.
+A checkpoint's folder holds weights and optimizer (torch_dist), rollout_state.json, sleuth.json (which describes it),
+rng_*.pt (the random state of each rank) and manifest.json (the checksums of all these files). `sleuth.checkpoints` sees
+to it that the folder is whole or not there.
 """
 
 from __future__ import annotations
@@ -24,17 +25,28 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sleuth import checkpoints
+from sleuth.manifest import Entry, entries_of, write_manifest
 from sleuth.megatron import parallel
 from sleuth.megatron.background_write import BackgroundWrite
 from sleuth.megatron.model import PolicyModel
 from sleuth.megatron.optimizer import PolicyOptimizer
-from sleuth.megatron.sharded_state import load_chunks, loadable_state, model_state, read_into, sharding_metadata
+from sleuth.megatron.sharded_state import (
+    UNREADABLE,
+    last_line,
+    load_chunks,
+    loadable_state,
+    model_state,
+    read_into,
+    sharding_metadata,
+)
+from sleuth.megatron.verify import check_checkpoint
 from sleuth.paths import follow_umask
 
 logger = logging.getLogger(__name__)
 
 _ROLLOUT_STATE = "rollout_state.json"
 _FORMAT = 1
+_INSTEAD = "copy the checkpoint again, or name an earlier one"
 ResultT = TypeVar("ResultT")
 
 
@@ -49,9 +61,16 @@ def existing_checkpoint(folder: Path, iteration: int | None = None) -> Path:
     return found
 
 
-def load_weights(chunks: Sequence[PolicyModel], folder: Path, iteration: int | None = None) -> Path:
-    """Load only the weights; returns the checkpoint's folder. ValueError if there is none or it does not fit."""
+def load_weights(
+    chunks: Sequence[PolicyModel], folder: Path, iteration: int | None = None, *, verify: bool = True
+) -> Path:
+    """Load only the weights; returns the checkpoint's folder. Collective.
+
+    `verify` compares the files with their checksums first. ValueError if there is no checkpoint, or it is damaged or
+    does not fit.
+    """
     found = existing_checkpoint(folder, iteration)
+    check_checkpoint(found, verify=verify)
     state = loadable_state(chunks, sharding_metadata(), found)
     read_into(state, found)
     load_chunks(chunks, state)
@@ -71,16 +90,21 @@ class _Saving:
     random_state: dict[str, Any]
     write: BackgroundWrite | None
 
-    def complete(self) -> None:
-        """Wait for the tensors, and write what is this rank's own."""
+    def complete(self) -> dict[str, Entry]:
+        """Wait for the tensors, and write what is this rank's own; returns the checksums of its files."""
+        known: dict[str, Entry] = {}
         if self.write is not None:
             self.write.finish()
-        torch.save(self.random_state, self.unfinished / f"rng_{dist.get_rank():05d}.pt")
+            known = self.write.checksums
+        own = f"rng_{dist.get_rank():05d}.pt"
+        torch.save(self.random_state, self.unfinished / own)
+        return known | entries_of(self.unfinished, [own])
 
-    def publish(self) -> None:
-        """Complete the folder, and move it to its place."""
+    def publish(self, known: dict[str, Entry]) -> None:
+        """Complete the folder, whose `known` files have these checksums, and move it to its place."""
         (self.unfinished / checkpoints.DESCRIPTION).write_text(json.dumps(self.description, indent=1))
         (self.unfinished / _ROLLOUT_STATE).write_text(self.rollout_state)
+        write_manifest(self.unfinished, known)
         follow_umask(self.unfinished)
         checkpoints.publish(self.unfinished, self.folder, self.step)
 
@@ -137,17 +161,21 @@ class Checkpoints:
             return False
         self._saving = None
         with self._cleaned_up(saving.unfinished):
-            self._written(saving.unfinished, saving.complete)
-            self._on_first_rank(saving.publish)
+            known = parallel.merged(self._written(saving.unfinished, saving.complete))
+            self._on_first_rank(lambda: saving.publish(known))
         self._on_first_rank(lambda: checkpoints.prune(saving.folder, saving.step, saving.keep))
         return True
 
-    def load_latest(self, folder: Path) -> tuple[int, dict[str, Any]] | None:
-        """Resume from the newest checkpoint of `folder`: (its step, its rollout state), or None if there is none."""
+    def load_latest(self, folder: Path, *, verify: bool = True) -> tuple[int, dict[str, Any]] | None:
+        """Resume from the newest checkpoint of `folder`: (its step, its rollout state), or None if there is none.
+
+        `verify` compares the files with their checksums first. ValueError if the checkpoint is damaged or does not fit.
+        """
         assert self.optimizer is not None
         found = checkpoints.find_checkpoint(folder)
         if found is None:
             return None
+        check_checkpoint(found, verify=verify)
         if problem := checkpoints.resuming_problem(found, distributed=self._distributed):
             raise ValueError(problem)
         description = checkpoints.read_description(found)
@@ -158,7 +186,7 @@ class Checkpoints:
         load_chunks(self.chunks, state)
         self.optimizer.load_state_dict(state["optimizer"], description["optimizer_steps"])
         _restore_random_state(found, description)
-        return description["step"], json.loads((found / _ROLLOUT_STATE).read_text())
+        return description["step"], _rollout_state(found)
 
     def _write(self, unfinished: Path) -> BackgroundWrite | None:
         """Write what the folder is to hold; the tensors in the background, unless another strategy is to write them."""
@@ -258,6 +286,15 @@ def _layout() -> dict[str, int]:
     }
 
 
+def _rollout_state(found: Path) -> dict[str, Any]:
+    path = found / _ROLLOUT_STATE
+    try:
+        state: dict[str, Any] = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise ValueError(f"the rollout's state in {path} cannot be read ({error}); {_INSTEAD}") from error
+    return state
+
+
 def _random_state() -> dict[str, Any]:
     state = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
     if torch.cuda.is_available():
@@ -270,7 +307,11 @@ def _restore_random_state(found: Path, description: dict[str, Any]) -> None:
     if description["world_size"] != dist.get_world_size() or description["layout"] != _layout():
         logger.info("the checkpoint was saved in another layout: random state starts anew from --seed")
         return
-    state = torch.load(found / f"rng_{dist.get_rank():05d}.pt", weights_only=True)
+    path = found / f"rng_{dist.get_rank():05d}.pt"
+    try:
+        state = torch.load(path, weights_only=True)
+    except UNREADABLE as error:
+        raise ValueError(f"the random state in {path} cannot be read ({last_line(error)}); {_INSTEAD}") from error
     torch.set_rng_state(state["torch"])
     get_cuda_rng_tracker().set_states(state["tracker"])
     if "cuda" in state and torch.cuda.is_available():

@@ -27,6 +27,7 @@ from sleuth.megatron.finite import not_finite
 from sleuth.megatron.hf_files import INDEX_FILE, SINGLE_FILE
 from sleuth.megatron.model import ModelShape, PolicyModel, build_model, plain_config, resolve_dtype
 from sleuth.megatron.streaming import StreamedLoad, StreamedSave
+from sleuth.megatron.verify import check_checkpoint
 from sleuth.megatron.weights import WeightMap, checked_weights, hf_names
 from sleuth.paths import follow_umask
 
@@ -93,15 +94,16 @@ def torch_dist_to_hf(
     iteration: int | None = None,
     dtype: str = "auto",
     check: bool = True,
+    verify: bool = True,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress = lambda name, total: None,
 ) -> Path:
     """Write a torch_dist checkpoint as a Hugging Face folder; config and tokenizer come from `hf_checkpoint`.
 
     `iteration` [the newest] is the step; `dtype` auto keeps that of config.json. No file is larger than `shard_bytes`,
-    unless a single tensor is. `check` verifies, if memory allows, that both compute the same logits. Returns the
-    checkpoint that was read. Raises ValueError if there is none, it does not fit config.json, or `save` is not empty;
-    OSError if the disk is too small.
+    unless a single tensor is. `check` verifies, if memory allows, that both compute the same logits, `verify` before
+    that the checkpoint's files against their checksums. Returns the checkpoint that was read. Raises ValueError if
+    there is none, it is damaged or does not fit config.json, or `save` is not empty; OSError if the disk is too small.
     """
     config = read_config(hf_checkpoint)
     if save.exists() and any(save.iterdir()):
@@ -110,6 +112,7 @@ def torch_dist_to_hf(
     shape = ModelShape.from_hf(hf_checkpoint)
     with _alone():
         found = existing_checkpoint(load, iteration)
+        check_checkpoint(found, verify=verify)
         model = _described(shape, dtype)
         tensors = WeightMap(model, shape).stage_tensors(StreamedLoad(model, found))
         write_hf_folder(

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from sleuth.algo.context_parallel import zigzag_inverse
 from sleuth.megatron import device
 
 _TIMEOUT = timedelta(minutes=30)
+ItemT = TypeVar("ItemT")
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -161,3 +162,10 @@ def raise_together(error: Exception | None) -> None:
     first = next(((rank, text) for rank, text in enumerate(errors) if text), None)
     if first:
         raise RuntimeError(f"rank {first[0]} failed: {first[1]}")
+
+
+def merged(mine: dict[str, ItemT]) -> dict[str, ItemT]:
+    """The items of all ranks' dictionaries, on every rank. Collective."""
+    parts: list[dict[str, ItemT]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return {name: item for part in parts for name, item in part.items()}

@@ -6,7 +6,10 @@ nothing without fp8: they are saved, but neither asked of a checkpoint nor read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,19 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sleuth.megatron.model import PolicyModel
+from sleuth.megatron.stored_metadata import restricted
+
+UNREADABLE = (
+    CheckpointingException,
+    CheckpointException,  # no Exception
+    pickle.UnpicklingError,
+    json.JSONDecodeError,
+    EOFError,
+    KeyError,
+    OSError,
+    RuntimeError,
+)
+"""What megatron and torch raise for a checkpoint whose files are missing, cut short or damaged."""
 
 _EXTRA_STATE = "._extra_state"
 _OLDER_NAME = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
@@ -61,14 +77,29 @@ def loadable_state(chunks: Sequence[PolicyModel], metadata: dict[str, Any], foun
 
 def read_into(state: dict[str, Any], found: Path) -> None:
     """Read the checkpoint `found` into `state`; ValueError if it cannot be read or does not fit."""
-    try:  # torch's CheckpointException is no Exception
+    with readable(found):
         state.update(dist_checkpointing.load(state, str(found)))
-    except (CheckpointingException, CheckpointException, KeyError, RuntimeError, OSError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+
+
+@contextmanager
+def readable(found: Path) -> Iterator[None]:
+    """Inside the block, the checkpoint `found` is read; what fails is a ValueError that names it. Runs no pickled code.
+
+    The caller has looked at its `.metadata` (`check_checkpoint`).
+    """
+    try:
+        with restricted():
+            yield
+    except UNREADABLE as error:
         raise ValueError(
-            f"the checkpoint in {found} cannot be read into this model ({reason}); if its files are damaged or not all "
-            "there, copy it again or name an earlier one, else give the flags with which it was saved"
+            f"the checkpoint in {found} cannot be read into this model ({last_line(error)}); if its files are damaged "
+            "or not all there, copy it again or name an earlier one, else give the flags with which it was saved"
         ) from error
+
+
+def last_line(error: BaseException) -> str:
+    """The end of an error's message, where torch and megatron state the cause."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
 def match_stored(chunk: dict[str, Any], found: Path) -> None:
@@ -76,7 +107,8 @@ def match_stored(chunk: dict[str, Any], found: Path) -> None:
 
     Raises ValueError, which names the tensor, if the checkpoint lacks one or holds it in another shape.
     """
-    stored = dist_checkpointing.load_tensors_metadata(str(found))
+    with readable(found):
+        stored = dist_checkpointing.load_tensors_metadata(str(found))
     for wanted in chunk.values():
         if not isinstance(wanted, ShardedTensor):
             continue

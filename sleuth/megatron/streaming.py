@@ -6,17 +6,13 @@ The model that describes the checkpoint is on the meta device: its parameters ha
 from __future__ import annotations
 
 import dataclasses
-import json
-import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
@@ -29,22 +25,10 @@ from torch import Tensor
 from torch.distributed import checkpoint
 
 from sleuth.megatron.model import PolicyModel
-from sleuth.megatron.sharded_state import match_stored
+from sleuth.megatron.sharded_state import match_stored, readable
 
 PIECE_BYTES = 200_000_000
 """How much is read from a checkpoint at once."""
-
-_UNREADABLE = (
-    CheckpointingException,
-    checkpoint.CheckpointException,  # no Exception
-    pickle.UnpicklingError,
-    json.JSONDecodeError,
-    EOFError,
-    KeyError,
-    OSError,
-    RuntimeError,
-)
-"""What megatron and torch raise for a checkpoint whose files are missing, cut short or damaged."""
 
 Values = Callable[[torch.nn.Parameter], Tensor]
 """A parameter's value, of its shape."""
@@ -105,8 +89,7 @@ class StreamedLoad:
         self._read: dict[int, Tensor] = {}
         for chunk in chunks:
             state = chunk.sharded_state_dict()
-            with self._readable():
-                match_stored(state, found)
+            match_stored(state, found)
             self._waiting |= {id(p): (p, state[name]) for name, p in chunk.named_parameters()}
 
     def __call__(self, parameter: torch.nn.Parameter) -> Tensor:
@@ -127,19 +110,9 @@ class StreamedLoad:
             wanted += _parts(stored, self._read[key])
             size += parameter.nbytes
             del self._waiting[key]
-        with self._readable():  # into the tensors that `wanted` shows
+        with readable(self._found):  # into the tensors that `wanted` shows
             named = {str(number): part for number, part in enumerate(wanted)}
             dist_checkpointing.load(named, self._found, validate_access_integrity=False)
-
-    @contextmanager
-    def _readable(self) -> Iterator[None]:
-        try:
-            yield
-        except _UNREADABLE as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-            raise ValueError(
-                f"the checkpoint in {self._found} cannot be read: {reason}; its files are damaged or not all there"
-            ) from error
 
 
 def _parts(stored: ShardedTensor | ShardedTensorFactory, values: Tensor) -> list[ShardedTensor]:

@@ -75,6 +75,7 @@ class TrainerSettings(
     save_keep: int
     async_save: bool
     finetune: bool
+    verify: bool
     overlap_grad_reduce: bool
     overlap_param_gather: bool
     score_old_log_probs: bool
@@ -98,7 +99,7 @@ class Trainer:
         self._load_initial_weights()
         self._reference = Reference(self.chunks) if args.use_kl_loss or args.kl_coef else None
         if args.finetune and args.load is not None:  # before the optimizer, which copies the weights
-            load_weights(self.chunks, args.load)
+            load_weights(self.chunks, args.load, verify=args.verify)
             self._check_loaded(args.load, "--load")
 
         reduction = DistributedDataParallelConfig(
@@ -235,7 +236,7 @@ class Trainer:
         from sleuth.arguments.files_check import is_hf_folder  # here: see `ModelShape.from_hf`
 
         if self.args.ref_load is not None and not is_hf_folder(self.args.ref_load):
-            load_weights(self.chunks, self.args.ref_load)
+            load_weights(self.chunks, self.args.ref_load, verify=self.args.verify)
             self._check_loaded(self.args.ref_load, "--ref-load")
         else:  # which checks each tensor as it is read
             load_hf_weights(self.weights, Path(self.args.ref_load or self.args.hf_checkpoint))
@@ -244,7 +245,7 @@ class Trainer:
         """Go on from --load, if it holds a checkpoint; with --finetune only its weights are used."""
         if self.args.load is None or self.args.finetune:
             return
-        resumed = self.checkpoints.load_latest(Path(self.args.load))
+        resumed = self.checkpoints.load_latest(Path(self.args.load), verify=self.args.verify)
         if resumed is None:
             logger.info("--load %s holds no checkpoint yet: a new run", self.args.load)
         else:

@@ -53,6 +53,6 @@ def test_a_checkpoint_is_converted_and_its_copy_goes_at_the_end(tmp_path: Path) 
 
 @pytest.mark.megatron
 def test_a_checkpoint_that_is_not_there_is_told(tmp_path: Path) -> None:
-    args: Any = SimpleNamespace(load=tmp_path / "none", hf_checkpoint=str(MODEL), dtype="float32")
+    args: Any = SimpleNamespace(load=tmp_path / "none", hf_checkpoint=str(MODEL), dtype="float32", verify=True)
     with pytest.raises(ValueError, match="none"), weights_to_evaluate(args, tmp_path):
         pass

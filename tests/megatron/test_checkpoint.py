@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from sleuth.checkpoints import find_checkpoint, resuming_problem
+from sleuth.manifest import content_problems, read_manifest
 from sleuth.megatron.background_write import BackgroundWrite
 from sleuth.megatron.convert import hf_to_torch_dist
 from tests.megatron.harness import (
@@ -99,13 +100,13 @@ def writing_held_up(error: Exception | None = None) -> Iterator[threading.Event]
     """Inside the block, threads begin to write a checkpoint's files, or raise, only when the event is set."""
     go_on, write = threading.Event(), BackgroundWrite._run
 
-    def run(self: BackgroundWrite, work: Callable[[], None]) -> None:
+    def run(self: BackgroundWrite, work: Callable[[], None], files: list[str]) -> None:
         def fail() -> None:
             assert error is not None
             raise error
 
         go_on.wait()
-        write(self, fail if error else work)
+        write(self, fail if error else work, files)
 
     with mock.patch.object(BackgroundWrite, "_run", run):
         yield go_on
@@ -359,6 +360,17 @@ def test_what_is_written_in_the_background_is_what_a_synchronous_save_writes(
     assert found.keys() == expected.keys()
     for key, tensor in found.items():
         assert torch.equal(tensor, expected[key]), key
+
+
+@pytest.mark.parametrize("name", ["plain", "sharded", "interleaved", "plain, synchronous"])
+def test_each_checkpoint_has_a_manifest_of_all_its_files(
+    name: str, folders: dict[str, str], results: dict[str, Any]
+) -> None:
+    found = Path(folders[name]) / "iter_0000001"
+    entries = read_manifest(found)
+    assert entries is not None
+    assert entries.keys() == {path.name for path in found.iterdir()} - {"manifest.json"}
+    assert content_problems(found, entries) == []
 
 
 def stored(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -295,13 +295,19 @@ def test_the_first_checkpoints_of_mixtures_load(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """Torch raises what is no Exception."""
+    """Torch raises what is no Exception; without the look at its files beforehand it is told, too."""
     model = make_tiny_model(tmp_path / "model", "qwen2")
     found = hf_to_torch_dist(model, tmp_path / "dist", check=False)
-    for path in found.glob("*.distcp"):
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(ValueError, match=rf"checkpoint in {found} cannot be read .* copy it again or name an earlier"):
+    (path,) = found.glob("*.distcp")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(ValueError, match=rf"found it damaged: {path} has \d+ bytes instead of"):
         checkpoint_logits(model, found)
+    chunks = convert._build(ModelShape.from_hf(model), "float32")
+    with (
+        pytest.raises(ValueError, match=rf"checkpoint in {found} cannot be read .* copy it again or name an earlier"),
+        convert._alone(),
+    ):
+        probe.checkpoint_logits(chunks, found)
 
 
 def test_numbered_experts_are_those_of_a_list() -> None:

@@ -113,6 +113,7 @@ class Settings:
     save: Path | None = None
     save_keep: int = 1
     finetune: bool = False
+    verify: bool = True
 
 
 class RandomTrainer(Trainer):
