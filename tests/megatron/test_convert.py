@@ -302,12 +302,11 @@ def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(ValueError, match=rf"found it damaged: {path} has \d+ bytes instead of"):
         checkpoint_logits(model, found)
-    chunks = convert._build(ModelShape.from_hf(model), "float32")
     with (
-        pytest.raises(ValueError, match=rf"checkpoint in {found} cannot be read .* copy it again or name an earlier"),
         convert._alone(),
+        pytest.raises(ValueError, match=rf"checkpoint in {found} cannot be read .* copy it again or name an earlier"),
     ):
-        probe.checkpoint_logits(chunks, found)
+        probe.checkpoint_logits(convert._build(ModelShape.from_hf(model), "float32"), found)
 
 
 def test_numbered_experts_are_those_of_a_list() -> None:
