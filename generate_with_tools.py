@@ -1,5 +1,7 @@
 """The search conversation by tool calls: the model calls `search(query)`, reads the results, and answers.
 
+With `max_visits` it may also call `visit(url)`, which reads a page.
+
     --custom-generate-function-path generate_with_tools.generate
     --custom-rm-path generate_with_tools.reward_func          or generate_with_tools.answer_line_reward
     --input-key question --label-key golden_answers
@@ -32,8 +34,9 @@ from sleuth.chat_template import ToolTemplate
 from sleuth.hooks import Conversation, Sample, SampleStatus, Settings, StopReason, decode, rollout_context
 from sleuth.prompt_templates import TOOLS_INSTRUCTION
 from sleuth.search import QueryError, SearchError
-from sleuth.search.items import format_items
+from sleuth.search.items import format_items, format_text
 from sleuth.search.observation import neutral
+from sleuth.search.pages import VISIT_SECONDS, PageError, read_page
 from sleuth.tool_calls import ToolCall, parse_tool_calls, without_thoughts
 
 __all__ = [
@@ -54,20 +57,22 @@ PRESETS: dict[str, dict[str, Any]] = {
     "torchtitan": {"max_turns": 4, "max_searches": 4, "max_trajectory_tokens": 3072, "max_turn_tokens": 512},
     "webagent": {"max_turns": 6, "max_searches": 4, "max_trajectory_tokens": 8192, "max_turn_tokens": 8192},
 }
-TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "search",
-            "description": "Searches for passages that help to answer a question.",
-            "parameters": {
-                "type": "object",
-                "properties": {"query": {"type": "string", "description": "What to search for, in a few words."}},
-                "required": ["query"],
-            },
-        },
-    }
-]
+
+
+def _tool(name: str, description: str, parameter: str, meaning: str) -> dict[str, Any]:
+    properties = {parameter: {"type": "string", "description": meaning}}
+    parameters = {"type": "object", "properties": properties, "required": [parameter]}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+SEARCH = _tool(
+    *("search", "Searches for passages that help to answer a question."),
+    *("query", "What to search for, in a few words."),
+)
+VISIT = _tool("visit", "Reads a web page, what matters to the question first.", "url", "The address of the page.")
+TOOLS = [SEARCH]
+"""What a model is offered; with `max_visits` VISIT, too."""
+URL = re.compile(r"\s*https?://\S", re.IGNORECASE)
 ANSWER_LINE = re.compile(r"^[\s*]*Answer:[ \t*]*(\S.*?)[\s*]*$", re.MULTILINE)
 
 
@@ -77,6 +82,8 @@ class ToolSettings(Settings, section="search_tools"):
     preset: Literal["torchtitan", "webagent"]
     max_turns: int = Field(ge=1)  # of the model, the answer's included
     max_searches: int = Field(ge=0)
+    max_visits: int = Field(default=0, ge=0)  # pages of a trajectory; 0: the tool `visit` is not offered
+    visit_timeout: float = Field(default=VISIT_SECONDS, gt=0)  # seconds a page
     max_trajectory_tokens: int = Field(ge=1)  # prompt, turns and results; --rollout-max-context-len bounds them too
     max_turn_tokens: int = Field(ge=1)  # new ones; --rollout-max-response-len bounds them too
     max_calls_per_turn: int = Field(default=4, ge=1)
@@ -112,7 +119,7 @@ def check_args(args: Any) -> None:
 
 def _template(args: Any, settings: ToolSettings, tokenizer: PreTrainedTokenizerBase) -> ToolTemplate:
     kwargs = {**(getattr(args, "apply_chat_template_kwargs", None) or {}), "enable_thinking": settings.thinking}
-    return ToolTemplate(tokenizer, TOOLS, kwargs)
+    return ToolTemplate(tokenizer, [*TOOLS, VISIT] if settings.max_visits else TOOLS, kwargs)
 
 
 # --- The conversation ---
@@ -130,8 +137,12 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
     )
     conversation.max_tokens = min(conversation.max_tokens, settings.max_trajectory_tokens)
     template = _template(args, settings, conversation.tokenizer)
-    sample.trace.prompt_ids = template.prompt(_messages(sample.prompt, settings), sample.where)
+    messages = _messages(sample.prompt, settings)
+    sample.trace.prompt_ids = template.prompt(messages, sample.where)
+    tools = ToolRunner(args, settings, messages, conversation.tokenizer)
     sample.report(searches=0, tool_calls=0, invalid_actions=0, observation_length=0, search_seconds=0.0)
+    if settings.max_visits:
+        sample.report(visits=0)
     counts = sample.rollout_metrics
     while True:
         opening = think_opened_by_prompt(sample.trace.token_ids, conversation.tokenizer)
@@ -144,23 +155,30 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
         counts["tool_calls"] += len(calls)
         if conversation.turns == settings.max_turns:
             return conversation.finish(SampleStatus.TRUNCATED, StopReason.TURN_LIMIT)
-        left, start = int(settings.max_searches - counts["searches"]), time.perf_counter()
+        start = time.perf_counter()
         try:
-            results = await conversation.wait_for(_results(args, settings, calls, left, conversation.tokenizer))
+            results = await conversation.wait_for(tools.results(calls))
         except SearchError as error:
             return conversation.finish(SampleStatus.FAILED, StopReason.SEARCH_FAILED, str(error))
         counts["search_seconds"] += time.perf_counter() - start
         if results is None:
             return sample
-        searches = sum(result.searched for result in results)
-        counts["searches"] += searches
+        done = [result.did for result in results if result.did]
+        counts["searches"] += done.count("search")
+        if settings.max_visits:
+            counts["visits"] += done.count("visit")
         counts["invalid_actions"] += any(result.wrong for result in results)
         if counts["invalid_actions"] > settings.max_invalid_actions:
             return conversation.finish(SampleStatus.TRUNCATED, StopReason.INVALID_ACTION_LIMIT)
-        ids = template.between([result.text for result in results], turn.ids)
-        if not conversation.observe(ids, "observation" if searches else "correction"):
+        ids = template.between([result.text for result in results], turn.ids, [_name(call) for call in calls])
+        if not conversation.observe(ids, "observation" if done else "correction"):
             return sample
         counts["observation_length"] += len(ids)
+
+
+def _name(call: ToolCall) -> str:
+    """The tool's name for its message: one of ours, whatever the model wrote."""
+    return "visit" if call.name == "visit" else "search"
 
 
 def _messages(prompt: str | list[dict[str, Any]], settings: ToolSettings) -> list[dict[str, Any]]:
@@ -180,53 +198,85 @@ def _text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class Result(NamedTuple):
-    """What a tool's message says, and whether that took a search, or was owed to a call that was wrong."""
+    """What a tool's message says; the tool that was run for it, if any; whether the call was wrong."""
 
     text: str
-    searched: bool = False
+    did: Literal["search", "visit"] | None = None
     wrong: bool = False
 
 
-async def _results(
-    args: Any, settings: ToolSettings, calls: Sequence[ToolCall], left: int, tokenizer: PreTrainedTokenizerBase
-) -> list[Result]:
-    """The result of each call, in order; searches run at once, `left` of them at most. SearchError where one fails."""
-    under_way: list[Awaitable[Result]] = []
-    for number, call in enumerate(calls):
-        if error := _error(call):
-            under_way.append(_told(Result(neutral(f"Error: {error}.", tokenizer), wrong=True)))
-        elif number >= settings.max_calls_per_turn:
-            under_way.append(_told(Result(f"Not run: at most {settings.max_calls_per_turn} calls a turn.")))
-        elif left < 1:
-            under_way.append(_told(Result("Not run: no searches are left. Answer with what you know.")))
-        else:
-            left -= 1
-            under_way.append(_search(args, settings, call.arguments["query"], tokenizer))
-    return list(await asyncio.gather(*under_way))
+class ToolRunner:
+    """Runs the calls of one trajectory within its budgets of searches and pages."""
 
+    def __init__(
+        self,
+        args: Any,
+        settings: ToolSettings,
+        messages: Sequence[Mapping[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self.args, self.settings, self.tokenizer = args, settings, tokenizer
+        self.left = {"search": settings.max_searches, "visit": settings.max_visits}
+        asked = [message.get("content") for message in messages if message.get("role") == "user"]
+        self.question = asked[-1] if asked and isinstance(asked[-1], str) else ""
+        self.query = ""  # the latest one
 
-def _error(call: ToolCall) -> str | None:
-    """What is wrong with a call, for its writer to read; None if it can be made."""
-    if call.error:
-        return call.error
-    if call.name != "search":
-        return f"there is no tool {call.name[:50]!r}; the only one is search"
-    query = call.arguments.get("query")
-    if not isinstance(query, str) or not query.strip():
-        return 'search expects "query", a text that is not blank'
-    return None
+    async def results(self, calls: Sequence[ToolCall]) -> list[Result]:
+        """The result of each call, in order; they run at once. SearchError where a search fails."""
+        return list(await asyncio.gather(*[self._start(number, call) for number, call in enumerate(calls)]))
+
+    def _start(self, number: int, call: ToolCall) -> Awaitable[Result]:
+        """The call under way, if the budgets allow it; else what its message says."""
+        if error := self._error(call):
+            return _told(Result(neutral(f"Error: {error}.", self.tokenizer), wrong=True))
+        if number >= self.settings.max_calls_per_turn:
+            return _told(Result(f"Not run: at most {self.settings.max_calls_per_turn} calls a turn."))
+        if self.left[call.name] < 1:
+            what = "searches" if call.name == "search" else "visits"
+            return _told(Result(f"Not run: no {what} are left. Answer with what you know."))
+        self.left[call.name] -= 1
+        if call.name == "visit":
+            return self._visit(call.arguments["url"])
+        self.query = call.arguments["query"]
+        return self._search(self.query)
+
+    def _error(self, call: ToolCall) -> str | None:
+        """What is wrong with a call, for its writer to read; None if it can be made."""
+        if call.error:
+            return call.error
+        if call.name == "visit" and self.settings.max_visits:
+            url = call.arguments.get("url")
+            return None if isinstance(url, str) and URL.match(url) else 'visit expects "url", an http or https address'
+        if call.name != "search":
+            others = "there are search and visit" if self.settings.max_visits else "the only one is search"
+            return f"there is no tool {call.name[:50]!r}; {others}"
+        query = call.arguments.get("query")
+        if not isinstance(query, str) or not query.strip():
+            return 'search expects "query", a text that is not blank'
+        return None
+
+    async def _search(self, query: str) -> Result:
+        try:
+            passages = await search(self.args, query)
+        except QueryError:  # of the model's making, as a wrong call is
+            self.left["search"] += 1
+            return Result("Error: that query was refused; write a short question.", wrong=True)
+        return Result(format_items(passages, self.tokenizer, self.settings.max_tool_tokens), "search")
+
+    async def _visit(self, url: str) -> Result:
+        """The page, what matters to the question and to the latest query first; one that cannot be read is told."""
+        chosen = SearchSettings.of(self.args)
+        proxy = getattr(getattr(chosen, chosen.search_backend, None), "proxy", None)
+        try:
+            wanted = f"{self.question} {self.query}"
+            text = await read_page(url.strip(), wanted, proxy=proxy, seconds=self.settings.visit_timeout)
+        except PageError as error:
+            return Result(f"Error: {error}.", "visit")
+        return Result(format_text(text, self.tokenizer, self.settings.max_tool_tokens), "visit")
 
 
 async def _told(result: Result) -> Result:
     return result
-
-
-async def _search(args: Any, settings: ToolSettings, query: str, tokenizer: PreTrainedTokenizerBase) -> Result:
-    try:
-        passages = await search(args, query)
-    except QueryError:  # of the model's making, as a wrong call is
-        return Result("Error: that query was refused; write a short question.", wrong=True)
-    return Result(format_items(passages, tokenizer, settings.max_tool_tokens), searched=True)
 
 
 # --- The rewards ---

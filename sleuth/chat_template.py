@@ -38,16 +38,19 @@ class ToolTemplate:
         """Ids of the messages with the tools, up to where the model begins. ValueError for what cannot be rendered."""
         return self._renderer.render(messages, self._tools, where)
 
-    def between(self, results: Sequence[str], turn_ids: Sequence[int]) -> list[int]:
+    def between(self, results: Sequence[str], turn_ids: Sequence[int], names: Sequence[str] | None = None) -> list[int]:
         """Ids from the end of a turn to the beginning of the next one, with the tools' results in between.
 
-        The token that ends a turn is left out where the model has generated it.
+        `names`: of each result's tool [search]. The token that ends a turn is left out where the model generated it.
         """
-        ids = encode(self._after_turn(results), self._tokenizer).ids
+        ids = encode(self._after_turn(results, names=names), self._tokenizer).ids
         return ids[1:] if turn_ids and ids and turn_ids[-1] == ids[0] else ids
 
-    def _after_turn(self, results: Sequence[str], before: Sequence[Message] = ()) -> str:
-        tools = [{"role": "tool", "name": "search", "content": result} for result in results]
+    def _after_turn(
+        self, results: Sequence[str], before: Sequence[Message] = (), names: Sequence[str] | None = None
+    ) -> str:
+        named = zip(names or ["search"] * len(results), results, strict=True)
+        tools = [{"role": "tool", "name": name, "content": result} for name, result in named]
         text = self._render([*_opening(), *before, {"role": "assistant", "content": TURN}, *tools])
         at = text.rfind(TURN) if before else text.find(TURN)  # results may hold it
         if at < 0:

@@ -86,6 +86,7 @@ ROLLOUT = (
     Metric("rollout/searches", "searches", "mean number of searches in a trajectory"),
     Metric("rollout/turns", "turns", "mean number of generations in a trajectory"),
     Metric("rollout/tool_calls", "calls", "mean number of tool calls in a trajectory, wrong ones included"),
+    Metric("rollout/visits", "pages", "mean number of web pages that a trajectory reads (tool `visit`)"),
     Metric(
         "rollout/drifted_tokens",
         "tokens",

@@ -71,14 +71,21 @@ class PageReaders:
 
     async def context(self, page: Page, snippet: str) -> str | None:
         """What stands around the snippet in a page; None if it is not found, or cannot be read within the time."""
+        return await self._read(page, {"snippet": snippet})
+
+    async def relevant(self, page: Page, question: str) -> str | None:
+        """The text of a page, what matters to the question first; None if it has none, or takes too long."""
+        return await self._read(page, {"question": question})
+
+    async def _read(self, page: Page, wanted: dict[str, str]) -> str | None:
         process = await self._free.get()
-        task = asyncio.create_task(self._ask(process, page, snippet))
+        task = asyncio.create_task(self._ask(process, page, wanted))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)  # who does not wait for the answer leaves it to be read: the next comes after
 
-    async def _ask(self, process: Process | None, page: Page, snippet: str) -> str | None:
-        header = {"charset": page.charset, "cut": page.cut, "snippet": snippet, "size": len(page.data)}
+    async def _ask(self, process: Process | None, page: Page, wanted: dict[str, str]) -> str | None:
+        header = {"charset": page.charset, "cut": page.cut, "size": len(page.data), **wanted}
         try:
             if process is None:  # the last one died
                 process = await self._launch()

@@ -3,8 +3,8 @@
 It loads the parsers once and reads each page in a fork of itself, which the kernel kills after SECONDS, in the midst of
 a parser's C code, too. It ends when its standard input does, so it never outlives who started it by more than that.
 
-A request is a line of JSON (`charset`, `cut`, `snippet`, `size`) and `size` bytes; the answer is a line of JSON
-(`context`, a text or null). The first line says that it is ready.
+A request is a line of JSON (`charset`, `cut`, `size`, and `snippet` or `question`) and `size` bytes; the answer is a
+line of JSON (`context`, a text or null). The first line says that it is ready.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import sys
 from typing import Any, BinaryIO
 
-from sleuth.pages.text import decode_page, main_text, snippet_context
+from sleuth.pages.text import decode_page, main_text, relevant_text, snippet_context
 
 MEMORY = 2 * 1024**3
 """Bytes of address space that one page may take."""
@@ -43,7 +43,11 @@ def _in_a_fork(data: bytes, header: dict[str, Any], seconds: float) -> bytes:
             os.close(reading)
             signal.setitimer(signal.ITIMER_REAL, seconds)  # the signal's default action ends the process
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-            context = snippet_context(decode_page(data, header["charset"], cut=header["cut"]), header["snippet"])
+            html = decode_page(data, header["charset"], cut=header["cut"])
+            if (question := header.get("question")) is not None:
+                context = relevant_text(html, question)
+            else:
+                context = snippet_context(html, header["snippet"])
             with os.fdopen(writing, "wb") as answer:
                 answer.write(json.dumps({"context": context}).encode())
         except BaseException:  # whatever a page does to the parsers

@@ -1,4 +1,5 @@
-"""What stands in a web page: its bytes decoded, its main text, and of that what is around a search result's snippet.
+"""What stands in a web page: its bytes decoded, its main text, and of that what is around a search result's snippet, or
+what matters to a question.
 
 Pages come from strangers: some take a parser seconds. So this runs in `sleuth.pages.reader`'s processes; it imports
 little, because they start with it.
@@ -9,10 +10,14 @@ from __future__ import annotations
 import codecs
 import logging
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 CONTEXT_CHARS = 600
 """Around a snippet, at most this many characters on either side, within its paragraph."""
+RELEVANT_CHARS = 20_000
+PARAGRAPH_CHARS = 1000
+_WORD = re.compile(r"\w+")
 
 
 # --- Decoding ---
@@ -90,6 +95,31 @@ def main_text(html: str) -> str:
 
     logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # a page without text is no error here
     return extract(html, include_comments=False, include_tables=True, favor_recall=True, deduplicate=False) or ""
+
+
+def relevant_text(html: str, question: str) -> str | None:
+    """The main text of a page, the paragraphs first that share most words with the question; None if it has no text.
+
+    A word counts the more, the fewer paragraphs hold it. The text has at most RELEVANT_CHARS characters; a paragraph
+    that is longer than PARAGRAPH_CHARS is taken in parts.
+    """
+    parts = [part for line in main_text(html).splitlines() for part in _parts_of(line.strip())]
+    words = [set(_WORD.findall(part.lower())) for part in parts]
+    asked = set(_WORD.findall(question.lower()))
+    holding = Counter(word for found in words for word in found & asked)
+    scores = [sum(1 / holding[word] for word in found & asked) for found in words]
+    best = sorted(range(len(parts)), key=lambda i: -scores[i])  # those of equal score stay in order
+    return "\n".join(parts[i] for i in best)[:RELEVANT_CHARS] or None
+
+
+def _parts_of(line: str) -> list[str]:
+    """A paragraph, or its parts of at most PARAGRAPH_CHARS characters, cut at spaces where there are any."""
+    parts = []
+    while len(line) > PARAGRAPH_CHARS:
+        at = line.rfind(" ", PARAGRAPH_CHARS // 2, PARAGRAPH_CHARS) + 1 or PARAGRAPH_CHARS
+        parts.append(line[:at].rstrip())
+        line = line[at:]
+    return [*parts, line] if line else parts
 
 
 def _fragments(snippet: str) -> list[str]:

@@ -26,6 +26,18 @@ def format_items(passages: Sequence[Passage], tokenizer: PreTrainedTokenizerBase
     return "\n\n".join(kept) or NOTHING_FOUND
 
 
+def format_text(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> str:
+    """As many paragraphs (lines) as go whole into `max_tokens` tokens; a first one that is too long is cut, at a token.
+
+    What could act (special tokens, tags) is neutralised.
+    """
+    text = neutral(_bounded(text, tokenizer, max_tokens), tokenizer)
+    if len(encode(text, tokenizer).ids) <= max_tokens:
+        return text
+    cut = _cut(text, tokenizer, max_tokens)
+    return cut if text[len(cut) :].startswith("\n") else cut.rpartition("\n")[0] or cut
+
+
 def _bounded(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> str:
     """A text so long that it holds `max_tokens` tokens, and not much longer: what follows need not be encoded."""
     bounded = text[: max_tokens * CHARACTERS_A_TOKEN]

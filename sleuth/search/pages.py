@@ -1,4 +1,5 @@
-"""Fetches the web pages behind search results, within limits, and reduces them to the text around the snippets.
+"""Fetches web pages within limits: those behind search results, reduced to the text around their snippets, and those
+that a model asks for, what matters to its question first.
 
 Links come from strangers. So only http and https are followed, and only to public addresses; each redirect is checked,
 and the address again at the moment of connecting, because a name may change in between. Size and time are limited. For
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -32,6 +34,8 @@ RESOLVER_THREADS = 16
 """Of their own: names that are not answered must not keep hooks waiting for the threads of the event loop."""
 CONNECTIONS_PER_HOST = 16
 PAGE_SECONDS = 5.0
+VISIT_SECONDS = 10.0
+CONCURRENT_VISITS = 64
 HTML_TYPES = ("text/html", "application/xhtml+xml")
 HEADERS = {
     "User-Agent": "Mozilla/5.0 (compatible; Sleuth/0.1)",
@@ -63,6 +67,36 @@ async def page_contexts(links: Sequence[str], snippets: Sequence[str], *, proxy:
     return await asyncio.gather(*map(context, links, snippets))
 
 
+class PageError(Exception):
+    """A page cannot be read; the message says why, for the model to read."""
+
+
+async def read_page(link: str, question: str, *, proxy: str | None = None, seconds: float = VISIT_SECONDS) -> str:
+    """The text of the page at a link, what matters to the question first; PageError if there is none within `seconds`.
+
+    At most CONCURRENT_VISITS pages are read at once in an event loop; the time does not count while it waits for them.
+    """
+    loop = asyncio.get_running_loop()
+    places = _visits.setdefault(loop, asyncio.Semaphore(CONCURRENT_VISITS))
+    session = await shared(_proxied_session if proxy else _direct_session)
+    readers = await shared(PageReaders)
+    await readers.ready()
+    async with places:
+        clock = asyncio.timeout(seconds)
+        try:
+            async with clock:
+                page = await fetch_page(session, link, proxy)
+                text = None if page is None else await readers.relevant(page, question)
+        except TimeoutError:
+            raise PageError(f"the page did not answer within {seconds:g} s") from None
+        except Exception as error:  # whatever a page of a stranger does to the parsers
+            logger.debug("page %s: %s: %s", link, type(error).__name__, error)
+            raise PageError("the page cannot be reached; is it a public http or https address?") from None
+    if text is None:
+        raise PageError("there is no page with text at that address")
+    return text
+
+
 def _direct_session() -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(limit=0, limit_per_host=CONNECTIONS_PER_HOST, resolver=PublicResolver())
     return aiohttp.ClientSession(connector=connector, headers=HEADERS, cookie_jar=aiohttp.DummyCookieJar())
@@ -72,6 +106,9 @@ def _proxied_session() -> aiohttp.ClientSession:
     """A session without PublicResolver, which would refuse a proxy in the local network."""
     connector = aiohttp.TCPConnector(limit=0, limit_per_host=CONNECTIONS_PER_HOST)
     return aiohttp.ClientSession(connector=connector, headers=HEADERS, cookie_jar=aiohttp.DummyCookieJar())
+
+
+_visits: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 # --- Fetching ---
