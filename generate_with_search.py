@@ -116,6 +116,8 @@ class SearchSettings(
     max_search_failure_rate: float = Field(0.5, ge=0, le=1)  # of the last searches; above it the run stops
     score: float = 1.0
     format_score: float
+    # slime's example gives 0.1 for both. Here they are off: short answers such as years stand in many passages by
+    # chance, and an answer of broken format would be worth more than none, so both pay where nothing was learned.
     retrieval_score: float = 0.0
     final_format_score: float = 0.0
     answer_metric: Literal["em", "f1"] = "em"  # f1: partial credit for part of the words

@@ -9,6 +9,9 @@ correction never counts; `compute_score_em` scores a plain string in the same wa
     | wrong                  | format_score (+ retrieval_score on a hit)  | final_format_score   |
     | none                   | impossible                                 | 0                    |
 
+`retrieval_score` and `final_format_score` are 0 unless set, where slime's example has 0.1: a passage may hold a short
+answer by chance, and a wrong answer of broken format is worth no more than none.
+
 `sleuth/answers.py` compares answers, finds them in passages, and reads labels. All functions take time linear in the
 length of the text.
 """

@@ -153,6 +153,21 @@ def test_wrong_calls_are_bounded() -> None:
     assert sample.notes["answer"] is None
 
 
+def test_a_call_in_the_middle_of_an_answer_is_a_call() -> None:
+    sample, _ = hold([f"It is Lyon. {call()} Answer: Lyon", "Answer: Paris"])
+    assert asked == ["France"]
+    assert (sample.stop_reason, sample.notes["answer"], sample.reward) == (StopReason.ANSWERED, "Paris", 1.0)
+
+
+@pytest.mark.parametrize(("name", "added"), [("qwen2.5", "You are Qwen"), ("llama3.1", "Today Date:")])
+def test_what_a_template_adds_to_the_prompt_stands_there_once(name: str, added: str) -> None:
+    sample, engine = hold([call(), "Answer: Paris"], name=name, instruction="")
+    text = tokenizer_of(name).decode(sample.trace.token_ids)
+    assert text.count(added) == 1
+    assert added in tokenizer_of(name).decode(sample.trace.prompt_ids)
+    assert engine.requests[1][0] == sample.trace.token_ids[: len(engine.requests[1][0])]
+
+
 def test_forty_calls_in_a_turn() -> None:
     text = "".join(call(f"c{i}") for i in range(40))
     ids = tokenizer_of("qwen2.5").encode(text, add_special_tokens=False)
