@@ -32,6 +32,9 @@ EXPERT_IMBALANCE = 2.0
 BACKWARD_SHARE = 0.5
 """Gradients of activations within a layer, over its activations."""
 
+SHORTEST_CONTEXT = 1024
+"""Tokens; a shorter trajectory holds no search and its answer."""
+
 
 def gpu_bytes(gigabytes: float) -> float:
     """Bytes of a GPU that is sold as 80, 96 or 141 GB; any other number is one of 10^9 bytes."""
@@ -236,9 +239,24 @@ def complaint(args: Args, gpu_memory: float, context: int) -> str | None:
     too_much = _too_much(args, gpu_memory, context)
     if not too_much:
         return None
-    flags = fitting_flags(args, gpu_memory, context)
-    remedy = f"it would fit with {' '.join(flags)}" if flags else "use more GPUs, or larger ones"
+    if flags := fitting_flags(args, gpu_memory, context):
+        remedy = f"it would fit with {' '.join(flags)}"
+    elif shorter := _shorter(args, gpu_memory, context):
+        remedy = f"use more GPUs, or larger ones, or cut trajectories short: it would fit with {' '.join(shorter)}"
+    else:
+        remedy = "use more GPUs, or larger ones"
     return f"memory: {'; '.join(too_much)}; {remedy}"
+
+
+def _shorter(args: Args, gpu_memory: float, context: int) -> list[str]:
+    """Flags with which the run fits, the longest trajectory that does among them; [] if none of 1,024 tokens does."""
+    while (context := context // 2) >= SHORTEST_CONTEXT:
+        fixed = f"--rollout-max-context-len {context}"
+        if fits(args, gpu_memory, context):
+            return [fixed]
+        if flags := fitting_flags(args, gpu_memory, context):
+            return [fixed, *flags]
+    return []
 
 
 def fits(args: Args, gpu_memory: float, context: int) -> bool:

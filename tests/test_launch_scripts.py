@@ -259,6 +259,23 @@ def test_memory_that_engines_do_not_leave_is_refused(capsys: pytest.CaptureFixtu
     assert "an engine's KV cache has room for" in capsys.readouterr().err
 
 
+def test_what_fits_only_with_shorter_trajectories_says_so(capsys: pytest.CaptureFixture[str]):
+    flags = [
+        "--hf-checkpoint",
+        "Qwen2.5-1.5B",
+        *SHARED_GPU,
+        "--actor-num-gpus-per-node",
+        "4",
+        "--rollout-num-gpus",
+        "4",
+    ]
+    flags += ["--use-distributed-optimizer", "--gpu-memory", "24"]
+    assert main(flags) == 2
+    remedy = capsys.readouterr().err.partition("cut trajectories short: it would fit with ")[2].split()
+    assert remedy[0] == "--rollout-max-context-len"
+    assert main([*flags, *remedy]) == 0
+
+
 def test_a_run_that_no_flag_makes_fit_needs_more_gpus(capsys: pytest.CaptureFixture[str]):
     assert main(["--hf-checkpoint", "Qwen3-30B-A3B", *SHARED_GPU]) == 2
     assert "use more GPUs, or larger ones" in capsys.readouterr().err

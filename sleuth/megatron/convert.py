@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from sleuth.megatron.model import ModelShape, PolicyModel, build_model, plain_co
 from sleuth.megatron.streaming import StreamedLoad, StreamedSave
 from sleuth.megatron.verify import check_checkpoint
 from sleuth.megatron.weights import WeightMap, checked_weights, hf_names
-from sleuth.paths import follow_umask
+from sleuth.paths import check_writable, follow_umask
 
 logger = logging.getLogger(__name__)
 
@@ -61,27 +61,41 @@ def hf_to_torch_dist(
     config = read_config(hf_checkpoint)
     if flags is not None:
         check_model_flags(flags, hf_checkpoint)
+    check_writable(save, "--save")
+    if save.resolve() == hf_checkpoint.resolve():
+        raise ValueError(f"--save {save} is the folder of --hf-checkpoint; choose another folder")
     if (save / TRACKER).exists():
         raise ValueError(f"--save {save} holds a checkpoint already; remove it or choose another folder")
     shape = ModelShape.from_hf(hf_checkpoint)
     source = checked_weights(hf_checkpoint, shape)
     dtype = stored_dtype(config) if dtype == "auto" else dtype
 
+    refused: list[ValueError] = []
+
     def read(name: str) -> Tensor:
         progress(name, len(hf_names(shape)))
-        return source.read(name)
+        try:
+            return source.read(name)
+        except ValueError as error:
+            refused.append(error)
+            raise
 
     with _alone():
         model = _described(shape, dtype)
         weights = WeightMap(model, shape)
         weights.check(source.describe)
-        found = Checkpoints(model, None, StreamedSave(model, weights.values(read))).save(save, 0, {})
+        try:
+            found = Checkpoints(model, None, StreamedSave(model, weights.values(read))).save(save, 0, {})
+        except OSError as error:
+            _remove_if_empty(save)
+            raise (refused[0] if refused else error) from error  # a save takes every error for one of the disk
         try:
             if check:
                 _check_equal(model, hf_checkpoint, found)
         except BaseException:
             (save / TRACKER).unlink()
             shutil.rmtree(found)
+            _remove_if_empty(save)
             raise
     return found
 
@@ -106,8 +120,11 @@ def torch_dist_to_hf(
     there is none, it is damaged or does not fit config.json, or `save` is not empty; OSError if the disk is too small.
     """
     config = read_config(hf_checkpoint)
+    check_writable(save, "--save")
     if save.exists() and any(save.iterdir()):
         raise ValueError(f"--save {save} is not empty; remove it or choose another folder")
+    if save.resolve() == Path.cwd():
+        raise ValueError(f"--save {save} is the folder that this was started in, which is replaced; choose a new one")
     dtype = stored_dtype(config) if dtype == "auto" else dtype
     shape = ModelShape.from_hf(hf_checkpoint)
     with _alone():
@@ -146,6 +163,7 @@ def write_hf_folder(
     nothing. At most `shard_bytes` of tensors are held at once. With `replace` the content of `save` is replaced;
     without it, OSError if `save` holds anything. OSError also if the disk is too small.
     """
+    save = save.resolve()  # what a link points to is replaced, not the link
     unfinished = save.with_name(f".unfinished-{save.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -175,6 +193,11 @@ def _put_in_place(unfinished: Path, save: Path, replace: bool) -> None:
             replaced.rename(save)
         raise
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:

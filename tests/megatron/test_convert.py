@@ -350,7 +350,7 @@ def test_a_conversion_that_went_wrong_leaves_nothing(tmp_path: Path, monkeypatch
     monkeypatch.setattr(weights, "_merge_qkv", lambda whole, groups: merge([whole[0], whole[2], whole[1]], groups))
     with pytest.raises(ValueError, match=r"a logit differs by \S+, expected at most \S+ \(0\.001 of the largest"):
         hf_to_torch_dist(model, tmp_path / "dist")
-    assert list((tmp_path / "dist").iterdir()) == []
+    assert not (tmp_path / "dist").exists()
     hf_to_torch_dist(model, tmp_path / "dist", check=False)
     monkeypatch.setattr(weights, "_merge_qkv", merge)
     split = weights._split_qkv
@@ -358,6 +358,43 @@ def test_a_conversion_that_went_wrong_leaves_nothing(tmp_path: Path, monkeypatch
     with pytest.raises(ValueError, match="a logit differs"):
         torch_dist_to_hf(tmp_path / "right", model, tmp_path / "back")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dist", "model", "right"]
+
+
+def test_a_weight_that_is_refused_is_no_trouble_of_the_disk(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.norm\.weight in model\.safetensors holds NaN") as caught:
+        hf_to_torch_dist(model, tmp_path / "dist")
+    assert "are free there" not in str(caught.value)
+    assert not (tmp_path / "dist").exists()
+
+
+def test_a_place_that_cannot_be_written_to_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    (tmp_path / "file").touch()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for place in ("file", "file/below"):
+        with pytest.raises(ValueError, match=r"--save: expected a folder that can be written, found .*/file; choose"):
+            hf_to_torch_dist(model, tmp_path / place)
+        with pytest.raises(ValueError, match=r"--save: expected a folder that can be written, found .*/file; choose"):
+            torch_dist_to_hf(tmp_path / "dist", model, tmp_path / place)
+    with pytest.raises(ValueError, match="is the folder of --hf-checkpoint"):
+        hf_to_torch_dist(model, tmp_path / "here" / ".." / "model")
+    with pytest.raises(ValueError, match="is the folder that this was started in"):
+        torch_dist_to_hf(tmp_path / "dist", model, Path())
+
+
+def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    (tmp_path / "disk" / "empty").mkdir(parents=True)
+    for place in ("empty", "absent"):
+        (tmp_path / place).symlink_to(tmp_path / "disk" / place)
+        write_hf_folder({"a": torch.ones(3)}.items(), model, tmp_path / place, "float32")
+        assert (tmp_path / place).is_symlink()
+        assert (tmp_path / "disk" / place / "model.safetensors").is_file()
 
 
 def test_what_does_not_fit_into_memory_is_not_checked_and_told(
