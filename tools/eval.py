@@ -55,6 +55,9 @@ from tools.evaluation.settings import digest_of, evaluation_settings
 from tools.evaluation.summary import summarize, table
 from tools.servers import OF_THE_TRAINER, engine_troubles, one_line, retrieval_server, running_engines
 
+LINE_SECONDS = 30.0
+"""Where there is no terminal, a line tells the progress so often."""
+
 
 class EvaluatedGroup(Group):
     """Evaluating a model"""
@@ -325,11 +328,22 @@ def _results(
 
 @contextmanager
 def progress(plan: Plan, file: AnswerFile) -> Iterator[None]:
-    """In the block, a bar on a terminal shows how many answers there are; elsewhere the loop's own lines do."""
+    """In the block, show how many answers there are: a bar on a terminal, else a line now and then."""
+    started, before = time.monotonic(), file.finished
+    told = started
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("answers"), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("", total=plan.answers, completed=file.finished)
-        file.on_record = lambda: bar.update(task, completed=file.finished)
+
+        def tell() -> None:
+            nonlocal told
+            bar.update(task, completed=file.finished)
+            now = time.monotonic()
+            if bar.disable and now - told >= LINE_SECONDS:
+                told, rate = now, (file.finished - before) / (now - started)
+                sys.stderr.write(f"{file.finished} of {plan.answers} answers, {rate:.2f} a second\n")
+
+        file.on_record = tell
         yield
 
 

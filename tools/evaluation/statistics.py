@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ SEED = 20240229
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tally:
     """For each of Q questions the sum of each of M measures over its samples, and over how many: both [Q, M].
 
@@ -34,8 +35,13 @@ class Tally:
         """[M]; NaN where nothing was counted."""
         return _ratio(self.numerators.sum(0), self.denominators.sum(0))
 
-    def resampled(self, repeats: int = REPEATS) -> Floats:
-        """The means of `repeats` draws of Q questions with replacement, [repeats, M]; always the same draws."""
+    @cached_property
+    def draws(self) -> Floats:
+        """The means of draws of Q questions with replacement, [REPEATS, M]; always the same draws."""
+        return self.resampled(REPEATS)
+
+    def resampled(self, repeats: int) -> Floats:
+        """As `draws`, with another number of them."""
         random = np.random.default_rng(SEED)
         questions = len(self.numerators)
         means = np.empty((repeats, len(self.names)))
@@ -99,7 +105,7 @@ def paired_difference(first: Tally, second: Tally) -> dict[str, Difference]:
     names = [name for name in first.names if name in second.names]
     here, there = [first.names.index(name) for name in names], [second.names.index(name) for name in names]
     values = second.means()[there] - first.means()[here]
-    draws = second.resampled()[:, there] - first.resampled()[:, here]
+    draws = second.draws[:, there] - first.draws[:, here]
     low, high = interval(draws)
     beyond = np.minimum(np.mean(draws <= 0, axis=0), np.mean(draws >= 0, axis=0))
     p = np.minimum(1.0, 2 * np.maximum(beyond, 1 / (len(draws) + 1)))

@@ -96,13 +96,12 @@ def summarize(samples: Sequence[Sample], failed: Sequence[Sample] = ()) -> dict[
         source: tally(by_question(members), [sample for sample in failed if data_source(sample) == source])
         for source, members in sorted(sources.items())
     }
-    draws = {source: found.resampled() for source, found in tallies.items()}
     whole = tally(by_question(samples), failed)
-    summary = {source: _numbers(found, found.means(), draws[source]) for source, found in tallies.items()}
-    summary[ALL] = _numbers(whole, whole.means(), draws[next(iter(draws))] if len(draws) == 1 else whole.resampled())
+    summary = {source: numbers(found, found.means(), found.draws) for source, found in tallies.items()}
+    summary[ALL] = numbers(whole, whole.means(), whole.draws)
     means = np.stack([_aligned(found.means()[None], found.names, whole.names)[0] for found in tallies.values()])
-    macro = np.stack([_aligned(draws[source], found.names, whole.names) for source, found in tallies.items()])
-    summary[MACRO] = _numbers(whole, _mean(means), _mean(macro))
+    macro = np.stack([_aligned(found.draws, found.names, whole.names) for found in tallies.values()])
+    summary[MACRO] = numbers(whole, _mean(means), _mean(macro))
     return summary
 
 
@@ -122,7 +121,8 @@ def _mean(values: Floats) -> Floats:
     return np.divide(total, counts, out=np.full(total.shape, np.nan), where=counts > 0)
 
 
-def _numbers(found: Tally, means: Floats, draws: Floats) -> dict[str, Any]:
+def numbers(found: Tally, means: Floats, draws: Floats) -> dict[str, Any]:
+    """How many questions, and of each measure with a value its value, low and high."""
     low, high = interval(draws)
     measures = {
         name: {"value": float(means[i]), "low": float(low[i]), "high": float(high[i])}
@@ -134,7 +134,7 @@ def _numbers(found: Tally, means: Floats, draws: Floats) -> dict[str, Any]:
 
 def table(title: str, summary: dict[str, dict[str, Any]]) -> Table:
     """The summary for a terminal: a row for each source, then all and macro; 95% intervals in brackets."""
-    known = {name for numbers in summary.values() for name in numbers["measures"]}
+    known = {name for found in summary.values() for name in found["measures"]}
     passes = sorted((name for name in known if name.startswith("pass@")), key=lambda name: int(name[5:]))
     columns = {name: column for name, column in COLUMNS.items() if name in known} | {name: (name, 3) for name in passes}
     shown = Table(title=title, title_justify="left")
@@ -143,11 +143,11 @@ def table(title: str, summary: dict[str, dict[str, Any]]) -> Table:
     for heading, _ in columns.values():
         shown.add_column(heading, justify="right")
     sources = len(summary) - 2
-    for name, numbers in summary.items():
+    for name, found in summary.items():
         if name == MACRO and sources == 1:
             continue  # the same as all
-        cells = [cell(numbers["measures"].get(measure), digits) for measure, (_, digits) in columns.items()]
-        shown.add_row(name, str(numbers["questions"]), *cells, end_section=name == list(summary)[sources - 1])
+        cells = [cell(found["measures"].get(measure), digits) for measure, (_, digits) in columns.items()]
+        shown.add_row(name, str(found["questions"]), *cells, end_section=name == list(summary)[sources - 1])
     return shown
 
 

@@ -18,7 +18,7 @@ def tally(*columns: list[float], names: tuple[str, ...] = ("em",)) -> Tally:
 def test_the_interval_of_a_mean_is_that_of_the_normal_distribution() -> None:
     values = np.random.default_rng(1).normal(3.0, 2.0, 400)
     found = tally(values.tolist())
-    low, high = interval(found.resampled())
+    low, high = interval(found.draws)
     error = values.std() / 20
     assert found.means()[0] == pytest.approx(values.mean())
     assert low[0] == pytest.approx(values.mean() - 1.96 * error, abs=0.2 * error)
@@ -29,7 +29,7 @@ def test_what_some_questions_lack_is_left_out_of_the_mean() -> None:
     found = tally([1.0, 0.0, 1.0, 1.0], [np.nan, 2.0, np.nan, 4.0], [np.nan] * 4, names=("em", "seconds", "none"))
     means = found.means()
     assert means[:2].tolist() == [0.75, 3.0]
-    low, high = interval(found.resampled())
+    low, high = interval(found.draws)
     assert 2.0 <= low[1] <= 3.0 <= high[1] <= 4.0
     assert np.isnan([means[2], low[2], high[2]]).all()
 
