@@ -26,6 +26,8 @@ from sleuth.cluster.run_folders import own_folders
 from sleuth.cluster.signals import Interruption, end_on_signals
 from sleuth.cluster.sync import sync_weights
 from sleuth.leftovers import remove_leftovers
+from sleuth.metrics.memory import process_memory
+from sleuth.metrics.speed import training_speed
 from sleuth.metrics.timing import timed
 from sleuth.metrics.tracker import Tracker
 from sleuth.paths import full_folder
@@ -71,6 +73,7 @@ def rollout_and_train(run: Run, step: int, metrics: dict[str, float]) -> None:
     metrics |= data.metrics
     with timed(metrics, "train"):
         run.train(step, data, metrics)
+    metrics |= training_speed(run.args, metrics) | process_memory("driver")
 
 
 def rollout_only(args: Args, rollout: RolloutGroup, tracker: Tracker) -> None:

@@ -25,7 +25,7 @@ from sleuth.arguments import Args
 from sleuth.arguments.checks import flag
 from sleuth.arguments.parser import NOT_FLAGS, groups_of
 from sleuth.metrics import alarms
-from sleuth.metrics.catalog import CATALOG
+from sleuth.metrics.catalog import CATALOG, Metric
 from sleuth.sample import StopReason
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -43,11 +43,15 @@ def metrics_page() -> str:
         "component of the reward hook. A number that nothing reported is absent, not 0.",
     ]
     for title, metrics in CATALOG.items():
-        rows = [(f"`{metric.name}`", metric.unit or "-", metric.meaning) for metric in metrics]
+        rows = [(f"`{metric.name}`", metric.unit or "-", _meaning(metric)) for metric in metrics]
         parts += [f"## {title}", _table(("metric", "unit", "meaning"), rows)]
     reasons = [(f"`{reason}`", text) for reason, text in member_docstrings(StopReason).items()]
     parts += ["## Why a trajectory ends", _table(("`rollout/stop/<reason>`", "meaning"), reasons)]
     return "\n\n".join([*parts, *_alarms()]) + "\n"
+
+
+def _meaning(metric: Metric) -> str:
+    return f"{metric.meaning}; also logged as `{metric.alias}`" if metric.alias else metric.meaning
 
 
 def _alarms() -> list[str]:

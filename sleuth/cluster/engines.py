@@ -114,6 +114,12 @@ class Engines:
             found.append(trouble)
         return found
 
+    def memory(self) -> dict[str, float]:
+        """The metrics `perf/memory/engine_<index>` (and on GPUs `perf/gpu_memory/...`) of those that answer soon."""
+        answers = [actor.memory.remote(f"engine_{index}") for index, actor in enumerate(self._actors)]
+        done = ray.wait(answers, num_returns=len(answers), timeout=LOOK_SECONDS)[0] if answers else []
+        return {name: value for answer in ray.get(done) for name, value in answer.items()}
+
     def hold_still(self) -> None:
         """Take no new requests, end those under way (nobody waits for them any more), flush the caches."""
         with closing(EngineGroup(self._urls, self.args.sync_timeout)) as group:

@@ -24,6 +24,7 @@ from sleuth.cluster.placement import Placement
 from sleuth.cluster.ray_environment import passed_on
 from sleuth.cluster.waiting import Wait, Waiter
 from sleuth.engine.key import engine_key, use_engine_key
+from sleuth.metrics.memory import process_memory
 from sleuth.paths import enter_working_folder
 from sleuth.processes import ProcessName
 from sleuth.rollout.collector import relax_garbage_collector
@@ -77,7 +78,7 @@ class RolloutActor:
 
     def generate(self, step: int) -> StepRefs:
         data = self.manager.generate(step)
-        return StepRefs([ray.put(shard) for shard in data.shards], data.metrics)
+        return StepRefs([ray.put(shard) for shard in data.shards], data.metrics | process_memory("rollout"))
 
     def evaluate(self, step: int) -> dict[str, float]:
         return self.manager.evaluate(step)
@@ -121,7 +122,9 @@ class RolloutGroup:
         with self.deaths_explained():
             self.waiter.prefix = f"step {step}: "
             self.turn_to(Turn.GENERATE)
-            return self.waiter.one(self._manager.generate.remote(step), ROLLOUT, self.meanwhile)
+            data: StepRefs = self.waiter.one(self._manager.generate.remote(step), ROLLOUT, self.meanwhile)
+            data.metrics.update(self.engines.memory())
+            return data
 
     def evaluate(self, step: int) -> dict[str, float]:
         with self.deaths_explained():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from sleuth.cluster.waiting import Wait, Waiter
 from sleuth.engine.devices import check_granted
 from sleuth.engine.key import engine_key, use_engine_key
 from sleuth.meeting import join_meeting, open_meeting
+from sleuth.metrics.memory import GB, gpu_memory, process_memory
+from sleuth.metrics.speed import peak_tflops
 from sleuth.paths import enter_working_folder
 from sleuth.processes import ProcessName
 from sleuth.weight_sync.control import AFTERMATH_SECONDS
@@ -78,7 +81,21 @@ class TrainActor:
     def train(self, shards: Sequence[ray.ObjectRef]) -> dict[str, float]:
         """Fetch this rank's share, and no other, and train on it."""
         shard: list[OptimizerStepBatch] = ray.get(shards[self.trainer.data_parallel_rank])
-        return self.trainer.train(shard)
+        return self.trainer.train(shard) | self._device_metrics()
+
+    def _device_metrics(self) -> dict[str, float]:
+        """This rank's memory; on a GPU also the most that its tensors took, and what the GPU can do at most."""
+        import torch
+
+        name = f"trainer_{self.rank}"
+        metrics = process_memory(name)
+        if self.gpu_ids:
+            metrics[f"perf/gpu_memory_peak/{name}"] = torch.cuda.max_memory_allocated() / GB
+            torch.cuda.reset_peak_memory_stats()
+            metrics |= gpu_memory(name, self.gpu_ids)
+            if peak := peak_tflops(torch.cuda.get_device_name()):
+                metrics["perf/train_peak_tflops"] = peak
+        return metrics
 
     def lend(self, parts: tuple[Part, ...]) -> None:
         self.trainer.memory.lend(parts)
@@ -134,9 +151,10 @@ class TrainGroup:
         return self.waiter.get(references, Wait(what, limit, "--train-timeout"))
 
     def train(self, shards: list[ray.ObjectRef]) -> dict[str, float]:
-        """Train on one step's data, `shards[data-parallel rank]`; metrics are equal on all ranks."""
+        """Train on one step's data, `shards[data-parallel rank]`; the metrics of rank 0, and each rank's memory."""
         self.turn_to(Turn.TRAIN)
-        return self._wait([actor.train.remote(shards) for actor in self._actors], "training")[0]
+        ranks = self._wait([actor.train.remote(shards) for actor in self._actors], "training")
+        return dict(ChainMap(*ranks))
 
     def lend(self, parts: tuple[Part, ...]) -> None:
         """Free the memory of these parts on every rank's device."""

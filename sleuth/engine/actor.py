@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from sleuth.engine.devices import check_granted
 from sleuth.engine.key import use_engine_key
+from sleuth.engine.process_group import group_members
 from sleuth.engine.server import EngineConfig, EngineServer
+from sleuth.metrics.memory import gpu_memory, process_memory
 from sleuth.paths import enter_working_folder
 
 
@@ -28,6 +30,12 @@ class EngineActor:
     def trouble(self) -> str | None:
         """What is wrong with the server, for an error message; None if it answers."""
         return self._server.trouble()
+
+    def memory(self, name: str) -> dict[str, float]:
+        """The metrics of the memory that all processes of the server, and its GPUs, hold."""
+        pid = self._server.pid
+        members = [] if pid is None else group_members(pid)
+        return process_memory(name, members) | gpu_memory(name, self._server.config.gpu_ids)
 
     def stop(self) -> None:
         self._server.stop()

@@ -155,7 +155,9 @@ class Trainer:
         ]
         metrics: dict[str, float] = {}
         if self.args.loss_type == "policy":
-            metrics = self._prepare(plan, sum(step.num_samples for step in steps))
+            with timed(metrics, "score"):
+                prepared = self._prepare(plan, sum(step.num_samples for step in steps))
+            metrics |= prepared
         try:
             results = [self._optimizer_step(batches) for batches in plan]
         except FloatingPointError as error:
@@ -164,6 +166,7 @@ class Trainer:
         self._newest.went_on()
         self._gather_weights()
         metrics |= {name: sum(r[name] for r in results) / len(results) for name in set().union(*results)}
+        metrics["loss_tokens"] = sum(result["tokens"] for result in results)
         return {name if "/" in name else f"train/{name}": metrics[name] for name in sorted(metrics)}
 
     def log_probs(self, token_ids: list[int], temperature: float) -> list[float]:

@@ -6,16 +6,21 @@ A name may hold `<...>` where a run fills in its own word: `reward/<component>`.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric: the name it is logged under, its unit ("" for a plain number), and its meaning in one phrase."""
+    """A metric: the name it is logged under, its unit ("" for a plain number), and its meaning in one phrase.
+
+    `alias` is the name that other systems have for it; it is logged under that, too.
+    """
 
     name: str
     unit: str
     meaning: str
+    alias: str = ""
 
     def matches(self, logged: str) -> bool:
         """Whether this metric is logged under the name `logged`."""
@@ -28,7 +33,12 @@ REWARD = (
     Metric("reward/std", "", "standard deviation (of a population) of the training samples' rewards"),
     Metric("reward/min", "", "lowest reward of the step's training samples"),
     Metric("reward/max", "", "highest reward of the step's training samples"),
-    Metric("reward/exact_match", "share", "trajectories whose answer equals an accepted answer after normalisation"),
+    Metric(
+        "reward/exact_match",
+        "share",
+        "trajectories whose answer equals an accepted answer after normalisation",
+        alias="reward/correct",
+    ),
     Metric("reward/valid_format", "share", "trajectories that keep the tag protocol"),
     Metric("reward/retrieval_hit", "share", "trajectories in which a retrieved passage holds an accepted answer"),
     Metric("reward/f1", "", "mean token F1 of the answer against the nearest accepted answer"),
@@ -45,6 +55,9 @@ ROLLOUT = (
     Metric(
         "rollout/zero_variance_groups", "groups", "prompts whose samples all got the same reward: they teach nothing"
     ),
+    Metric("rollout/degenerate_group_rate", "share", "`rollout/zero_variance_groups` of `rollout/groups`"),
+    Metric("rollout/groups_all_right", "groups", "prompts that every sample answered with an exact match"),
+    Metric("rollout/groups_all_wrong", "groups", "prompts that no sample answered with an exact match"),
     Metric("rollout/repeated_prompts", "groups", "prompts that came before in the same step"),
     Metric("rollout/empty_labels", "groups", "prompts whose label holds no answer"),
     Metric(
@@ -83,7 +96,7 @@ ROLLOUT = (
         "share",
         "trajectories, replaced ones included, that ended for this reason (docs/metrics.md lists the reasons)",
     ),
-    Metric("rollout/searches", "searches", "mean number of searches in a trajectory"),
+    Metric("rollout/searches", "searches", "mean number of searches in a trajectory", alias="rollout/search_calls"),
     Metric("rollout/turns", "turns", "mean number of generations in a trajectory"),
     Metric("rollout/tool_calls", "calls", "mean number of tool calls in a trajectory, wrong ones included"),
     Metric("rollout/visits", "pages", "mean number of web pages that a trajectory reads (tool `visit`)"),
@@ -96,7 +109,7 @@ ROLLOUT = (
     Metric("rollout/observation_length", "tokens", "mean number of passage tokens in a trajectory"),
     Metric("rollout/generation_seconds", "s", "mean time that a trajectory waits for the engine"),
     Metric("rollout/search_seconds", "s", "mean time that a trajectory waits for searches"),
-    Metric("rollout/tokens", "tokens", "tokens of the step's trajectories (supervised training only)"),
+    Metric("rollout/tokens", "tokens", "tokens of the step's trajectories, prompts and observations included"),
     Metric("rollout/weight_version/min", "", "oldest version of the weights that a sample was generated with"),
     Metric("rollout/weight_version/max", "", "newest version of the weights that a sample was generated with"),
     Metric("rollout/<name>", "", "mean of any other number that the generate hook puts into `Sample.rollout_metrics`"),
@@ -116,7 +129,7 @@ SEARCH = (
     Metric("search/response_error_rate", "share", "requests whose answer was not a list of passages, after retries"),
     Metric("search/backend_error_rate", "share", "requests in which a user's own backend raised an error"),
     Metric("search/refused_query_rate", "share", "requests whose query the backend refused, for example as too long"),
-    Metric("search/latency_mean", "s", "mean time of a request, retries included"),
+    Metric("search/latency_mean", "s", "mean time of a request, retries included", alias="search/latency"),
     Metric("search/latency_p50", "s", "median time of a request, retries included"),
     Metric("search/latency_p95", "s", "95th percentile of a request's time, retries included"),
     Metric("search/latency_max", "s", "longest time of a request, retries included"),
@@ -150,6 +163,11 @@ EVALUATION = (
         "eval/<name>/macro/<measure>", "", "mean of `eval/<name>/source/.../<measure>`: each data source counts once"
     ),
     Metric("eval/<name>/<component>", "", "mean of any other component that the reward hook returns"),
+    Metric(
+        "validation_reward/_mean",
+        "",
+        "mean of `eval/<name>/reward` over the sets and temperatures that were evaluated: what other systems call so",
+    ),
 )
 
 TRAINING = (
@@ -184,6 +202,12 @@ TRAINING = (
     Metric("train/grad_norm", "", "norm of the gradient before clipping"),
     Metric("train/lr", "", "learning rate"),
     Metric("train/tokens", "tokens", "trained tokens of an optimizer step, mean over the optimizer steps of the step"),
+    Metric(
+        "train/loss_tokens",
+        "tokens",
+        "trained tokens of the step, without those that an importance-sampling hook rejects",
+        alias="train/loss_tokens_per_rollout_batch",
+    ),
     Metric("train/<name>", "", "any other number that the custom TIS hook returns under a name without `/`"),
 )
 
@@ -280,9 +304,29 @@ TIME = (
         "time/<part>",
         "s",
         "time of one part of the step. step: all but evaluation and saving; rollout, train, sync, evaluation, save "
-        "(what the run waits for it); importance_sampling: the TIS hook in one optimizer step, part of train",
+        "(what the run waits for it); score: log-probabilities of the reference and of the policy before its "
+        "updates, part of train; importance_sampling: the TIS hook in one optimizer step, part of train",
     ),
     Metric("perf/rollout_tokens_per_second", "tokens/s", "generated tokens of the step / seconds of its rollout"),
+    Metric("perf/train_tokens_per_second", "tokens/s", "`rollout/tokens` / `time/train`"),
+    Metric("perf/train_tokens_per_second_per_device", "tokens/s", "the same, divided by the trainer's devices"),
+    Metric("perf/train_peak_tflops", "TFLOP/s", "what a GPU of the trainer can do at most in dense bfloat16, if known"),
+    Metric(
+        "perf/train_share_of_peak",
+        "share",
+        "operations of the model's forward and backward pass (no scoring, nothing recomputed) / `time/train`, of what "
+        "the trainer's GPUs can do at most, if that is known",
+    ),
+    Metric(
+        "perf/memory/<process>",
+        "GB",
+        "resident memory: driver, rollout, trainer_<rank>, engine_<index> (all its processes; what they share counts "
+        "for each)",
+    ),
+    Metric(
+        "perf/gpu_memory/<process>", "GB", "memory in use on the process's GPUs, by whomever, at the end of its turn"
+    ),
+    Metric("perf/gpu_memory_peak/trainer_<rank>", "GB", "most memory that the rank's tensors took in the step"),
     Metric("perf/prefix_cache_share", "share", "tokens sent to the engines that their prefix caches held already"),
     Metric("perf/<name>", "", "any other number about throughput or memory"),
 )
@@ -296,6 +340,24 @@ CATALOG: dict[str, tuple[Metric, ...]] = {
     "Mismatch of engine and trainer (the hook mis.py)": MISMATCH,
     "Time and throughput": TIME,
 }
+
+
+ALIASES = {metric.name: metric.alias for metrics in CATALOG.values() for metric in metrics if metric.alias}
+"""The name that other systems have for a metric."""
+
+
+def with_aliases(values: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a step, and again under the names that other systems have for them."""
+    found = {alias: values[name] for name, alias in ALIASES.items() if name in values}
+    rewards = [float(v) for name, v in values.items() if re.fullmatch(r"eval/.+/reward", name) and _is_whole(name)]
+    if rewards:
+        found["validation_reward/_mean"] = sum(rewards) / len(rewards)
+    return {**values, **found}
+
+
+def _is_whole(name: str) -> bool:
+    """Whether an evaluation's metric is about all its questions."""
+    return "/source/" not in name and "/macro/" not in name
 
 
 def describe(name: str) -> Metric | None:

@@ -58,6 +58,7 @@ def _length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/prompt_length/mean": statistics.fmean(len(sample.trace.prompt_ids) for sample in samples),
         "rollout/response_length/mean": statistics.fmean(lengths),
         "rollout/response_length/max": float(max(lengths)),
+        "rollout/tokens": float(sum(lengths) + sum(len(sample.trace.prompt_ids) for sample in samples)),
         "rollout/model_tokens": float(model_tokens),
         "rollout/observation_tokens": float(sum(lengths) - model_tokens),
     }
@@ -90,8 +91,24 @@ def _group_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return {
         "rollout/groups": float(len(groups)),
         "rollout/zero_variance_groups": float(equal),
+        **({"rollout/degenerate_group_rate": equal / len(groups)} if groups else {}),
+        **_right_and_wrong_groups(samples),
         "rollout/repeated_prompts": float(len(firsts) - len(prompts)),
         "rollout/empty_labels": float(sum(is_blank(sample.label) for sample in firsts)),
+    }
+
+
+def _right_and_wrong_groups(samples: Sequence[Sample]) -> dict[str, float]:
+    """Groups of which every sample, or none, has an exact match; nothing where the reward hook does not say."""
+    groups: dict[int, list[float]] = defaultdict(list)
+    for sample in samples:
+        if "exact_match" in sample.reward_components:
+            groups[sample.group_index].append(sample.reward_components["exact_match"])
+    if not groups:
+        return {}
+    return {
+        "rollout/groups_all_right": float(sum(all(matches) for matches in groups.values())),
+        "rollout/groups_all_wrong": float(sum(not any(matches) for matches in groups.values())),
     }
 
 

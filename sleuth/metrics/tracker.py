@@ -20,6 +20,7 @@ from typing import Self
 from tqdm import tqdm
 
 from sleuth.metrics.alarms import alarms, watched
+from sleuth.metrics.catalog import with_aliases
 from sleuth.metrics.console import evaluation_lines, step_line
 from sleuth.metrics.destinations import CLASSES, TrackerArgs
 from sleuth.metrics.guard import Guarded
@@ -63,6 +64,7 @@ class Tracker:
 
         Raises ValueError for a step before the last one logged.
         """
+        metrics = with_aliases(metrics)
         try:
             self._file.write(step, metrics)
         except OSError as error:  # a full disk

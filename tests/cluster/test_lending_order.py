@@ -176,6 +176,7 @@ def start(machine: Machine, **changes: Any) -> Run:
         actor(
             release_memory=lambda tags, timeout: machine.post("release_memory_occupation", {"tags": tags}),
             resume_memory=lambda tags, timeout: machine.post("resume_memory_occupation", {"tags": tags}),
+            memory=lambda name: {},
         )
     ]
     rollout.engines, rollout.engine_urls, rollout.probe_ids = engines, ["http://engine"], [5, 6]

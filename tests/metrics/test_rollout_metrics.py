@@ -26,6 +26,7 @@ def test_lengths_count_model_and_observation_tokens_apart():
     assert metrics["rollout/model_tokens"] == 12
     assert metrics["rollout/observation_tokens"] == 4
     assert metrics["rollout/prompt_length/mean"] == 3
+    assert metrics["rollout/tokens"] == 22
 
 
 def test_every_status_and_stop_reason_is_reported_even_when_it_did_not_occur():
@@ -53,6 +54,16 @@ def test_groups_of_equal_rewards_are_counted():
     metrics = rollout_metrics(samples)
     assert metrics["rollout/groups"] == 3
     assert metrics["rollout/zero_variance_groups"] == 1
+    assert metrics["rollout/degenerate_group_rate"] == pytest.approx(1 / 3)
+
+
+def test_groups_that_are_all_right_or_all_wrong_are_counted_where_the_reward_says_so():
+    right, wrong = {"exact_match": 1.0}, {"exact_match": 0.0}
+    samples = [make_sample(group=group, components=right) for group in (0, 0, 1, 1, 2)]
+    samples += [make_sample(group=2, components=wrong), make_sample(group=3, components=wrong, reward=0.2)]
+    metrics = rollout_metrics(samples)
+    assert (metrics["rollout/groups_all_right"], metrics["rollout/groups_all_wrong"]) == (2, 1)
+    assert "rollout/groups_all_right" not in rollout_metrics([make_sample()])
 
 
 def test_numbers_of_the_generate_hook_and_weight_versions():
