@@ -10,15 +10,16 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sleuth.labels import as_text
 from sleuth.metrics.jsonl import finite
 from sleuth.sample import LONGEST_ERROR, Sample, Segment, shortened
 from sleuth.secrets import without_known
 from sleuth.tokens import decode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -153,8 +154,13 @@ def read_trajectories(path: str | Path) -> list[dict[str, Any]]:
     with Path(path).open(encoding="utf-8", errors="replace", newline="\n") as file:  # texts may hold other line ends
         for number, line in enumerate(file, start=1):
             if line.strip():
-                records.append(_without_gaps(_parsed(line, f"line {number} of {path}"), Path(path).name))
+                records.append(read_record(line, f"line {number} of {path}", Path(path).name))
     return records
+
+
+def read_record(line: str, where: str, file_name: str) -> dict[str, Any]:
+    """The record in a line of the file `file_name`; ValueError, which says `where`, for any other line."""
+    return _without_gaps(_parsed(line, where), file_name)
 
 
 def _parsed(line: str, where: str) -> dict[str, Any]:
