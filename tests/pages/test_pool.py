@@ -23,6 +23,8 @@ LINKS = Page(
     ("<html><body>" + "".join(f"<div><a href='/{n}'>link {n} to a page</a></div>" for n in range(40_000))).encode()
 )
 """Takes trafilatura ten seconds and more."""
+LIMIT = 4.0
+"""Seconds: enough for GOOD on a busy machine, not for LINKS."""
 
 
 def readers_of(pid: int) -> list[psutil.Process]:
@@ -31,7 +33,7 @@ def readers_of(pid: int) -> list[psutil.Process]:
 
 def test_a_page_that_takes_too_long_is_given_up_and_holds_nothing_else() -> None:
     async def run() -> None:
-        async with PageReaders(1, seconds=1.0) as readers:
+        async with PageReaders(1, seconds=LIMIT) as readers:
             assert await readers.context(GOOD, "largest city of Switzerland") == SENTENCE
             start, ticks = time.monotonic(), 0
             hard = [asyncio.create_task(readers.context(LINKS, "nothing")) for _ in range(2)]
@@ -39,7 +41,7 @@ def test_a_page_that_takes_too_long_is_given_up_and_holds_nothing_else() -> None
                 await asyncio.sleep(0.01)
                 ticks += 1
             assert [task.result() for task in hard] == [None, None]
-            assert 2.0 <= time.monotonic() - start < 8.0
+            assert 2 * LIMIT <= time.monotonic() - start < 8 * LIMIT
             assert ticks > 50  # the event loop went on
             before = readers_of(os.getpid())
             assert await readers.context(GOOD, "largest city of Switzerland") == SENTENCE
@@ -51,7 +53,7 @@ def test_a_page_that_takes_too_long_is_given_up_and_holds_nothing_else() -> None
 
 def test_who_does_not_wait_does_not_spoil_the_next_answer() -> None:
     async def run() -> None:
-        async with PageReaders(1, seconds=1.0) as readers:
+        async with PageReaders(1, seconds=LIMIT) as readers:
             await readers.ready()
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.2):
