@@ -1,22 +1,28 @@
 """Draws the curves of several runs into one PNG, and prints their numbers before and after as a markdown table.
 
     python tools/plot_runs.py runs/demo/a runs/demo/b --output docs/images/demo_curves.png
+    python tools/plot_runs.py runs/a runs/b --output entropy.png --metric train/entropy --metric search/latency_p95
 
-Runs are named by the seed that their configuration holds, or by their folder. The table is made of their
+Runs are named by their folders, and what differs between their configurations is printed. A thick line is their mean
+where nothing but the seed differs: then they are repetitions of one experiment. The table is made of their
 `summary.json`, which tools/demo/report.py writes.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a script: make the project importable
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from sleuth.metrics.jsonl import read_metrics
+from sleuth.viewer.runs import differing, named_runs
 from tools.plots import plot_runs
 from tools.run_dir import read_configuration
 
@@ -25,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dirs", type=Path, nargs="+", help="folders with a metrics.jsonl")
     parser.add_argument("--output", type=Path, required=True, help="the PNG to write")
-    parser.add_argument("--labels", nargs="+", help="a name for each run [its seed or its folder]")
+    parser.add_argument("--labels", nargs="+", help="a name for each run [its folder]")
+    parser.add_argument("--metric", action="append", default=[], help="a metric to draw, in place of the usual ones")
     options = parser.parse_args(argv)
     missing = [str(run) for run in options.run_dirs if not (run / "metrics.jsonl").is_file()]
     if missing:
@@ -33,7 +40,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     labels = options.labels or default_labels(options.run_dirs)
     if len(labels) != len(options.run_dirs):
         parser.error(f"expected {len(options.run_dirs)} labels, one a run, found {len(labels)}")
-    plot_runs([run / "metrics.jsonl" for run in options.run_dirs], options.output, labels)
+    try:
+        logged = {name for run in options.run_dirs for line in read_metrics(run / "metrics.jsonl") for name in line}
+    except ValueError as error:
+        parser.error(str(error))
+    if unknown := [name for name in options.metric if name not in logged]:
+        near = sorted({name for word in unknown for name in difflib.get_close_matches(word, logged, 3)})
+        parser.error(
+            f"--metric: no run logged {', '.join(unknown)}; did you mean {', '.join(near) or 'none of these'}?"
+        )
+    differences = differing([read_configuration(run) for run in options.run_dirs])
+    plot_runs(
+        [run / "metrics.jsonl" for run in options.run_dirs],
+        options.output,
+        labels,
+        mean=are_repetitions(differences),
+        metrics=options.metric,
+    )
+    for name, values in differences.items():
+        print(f"{name}: {', '.join(f'{label} {value}' for label, value in zip(labels, values, strict=True))}")
     print("\n".join(markdown_table(options.run_dirs, labels)))
     return 0
 
@@ -68,12 +93,18 @@ def _change(numbers: dict[str, float | None]) -> str:
     return " -> ".join("missing" if value is None else f"{value:.3f}" for value in (before, after))
 
 
+PLACES = {"run_dir", "save", "custom_config_path", "ref_load"}
+"""Settings that say where a run keeps what is its own: repetitions may differ in them."""
+
+
+def are_repetitions(differences: Mapping[str, Sequence[Any]]) -> bool:
+    """Whether runs with these differing settings are repetitions of one experiment with other seeds."""
+    return set(differences) - PLACES <= {"seed"}
+
+
 def default_labels(run_dirs: Sequence[Path]) -> list[str]:
-    """`seed 1`, ... if the runs' seeds differ, else the folders' names."""
-    seeds = [read_configuration(run).get("seed") for run in run_dirs]
-    if None not in seeds and len(set(seeds)) == len(seeds):
-        return [f"seed {seed}" for seed in seeds]
-    return [run.resolve().name for run in run_dirs]
+    """The shortest ends of the folders' paths that tell them apart."""
+    return [run.name for run in named_runs(run_dirs)]
 
 
 if __name__ == "__main__":

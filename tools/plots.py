@@ -57,15 +57,24 @@ def plot_run(metrics_jsonl: str | Path, png: str | Path) -> None:
     _draw({Path(metrics_jsonl).parent.name: read_metrics(metrics_jsonl)}, png)
 
 
-def plot_runs(metrics_jsonls: Sequence[str | Path], png: str | Path, labels: Sequence[str] | None = None) -> None:
-    """Draw several runs into the same plots: a thin line for each run, and a thick one for their mean at shared steps.
+def plot_runs(
+    metrics_jsonls: Sequence[str | Path],
+    png: str | Path,
+    labels: Sequence[str] | None = None,
+    *,
+    mean: bool = True,
+    metrics: Sequence[str] = (),
+) -> None:
+    """Draw several runs into the same plots: a thin line for each, and with `mean` a thick one for their mean.
 
-    `labels` name the runs; by default a run has the name of its folder.
+    The mean is over the steps that all runs have. `labels` name the runs; by default a run has the name of its folder.
+    `metrics` are the names of those to draw, in place of the usual ones.
     """
     names = list(labels) if labels else [Path(path).parent.name for path in metrics_jsonls]
     if len(set(names)) < len(metrics_jsonls):
         raise ValueError(f"expected {len(metrics_jsonls)} different labels, found {names}; pass `labels`")
-    _draw({name: read_metrics(path) for name, path in zip(names, metrics_jsonls, strict=True)}, png)
+    runs = {name: read_metrics(path) for name, path in zip(names, metrics_jsonls, strict=True)}
+    _draw(runs, png, mean=mean, panels=[Panel(name, name) for name in metrics] or PANELS)
 
 
 def evaluation_metric(lines: Sequence[MetricsLine], ending: str) -> str | None:
@@ -81,12 +90,16 @@ def panel_series(lines: list[MetricsLine], panel: Panel) -> tuple[list[int], lis
     return metric_series(lines, name) if name else ([], [])
 
 
-def _draw(runs: dict[str, list[MetricsLine]], png: str | Path) -> None:
-    rows = -(-len(PANELS) // _COLUMNS)
-    figure, axes = plt.subplots(rows, _COLUMNS, figsize=(3.1 * _COLUMNS, 2.6 * rows), layout="constrained")
-    for ax, panel in zip(axes.flat, PANELS, strict=False):
-        _draw_panel(ax, panel, runs)
-    for spare in list(axes.flat)[len(PANELS) :]:
+def _draw(
+    runs: dict[str, list[MetricsLine]], png: str | Path, *, mean: bool = True, panels: Sequence[Panel] = PANELS
+) -> None:
+    columns = min(_COLUMNS, len(panels))
+    rows = -(-len(panels) // columns)
+    size = (3.1 * max(columns, 2), 2.6 * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for ax, panel in zip(axes.flat, panels, strict=False):
+        _draw_panel(ax, panel, runs, mean=mean)
+    for spare in list(axes.flat)[len(panels) :]:
         spare.axis("off")
     if len(runs) > 1:
         handles, names = axes.flat[0].get_legend_handles_labels()
@@ -96,14 +109,14 @@ def _draw(runs: dict[str, list[MetricsLine]], png: str | Path) -> None:
     plt.close(figure)
 
 
-def _draw_panel(ax: Axes, panel: Panel, runs: dict[str, list[MetricsLine]]) -> None:
+def _draw_panel(ax: Axes, panel: Panel, runs: dict[str, list[MetricsLine]], *, mean: bool) -> None:
     series = {name: panel_series(lines, panel) for name, lines in runs.items()}
     thin = len(runs) > 1
     for i, (name, (steps, values)) in enumerate(series.items()):
         marker = "o" if panel.metric.startswith("/") else None
         colour = _COLOURS[i % len(_COLOURS)]
         ax.plot(steps, values, color=colour, label=name, marker=marker, ms=3, lw=1 if thin else 1.8)
-    if thin:
+    if thin and mean:
         steps, values = shared_mean(list(series.values()))
         ax.plot(steps, values, color="black", label="mean", lw=2.2)
     if not any(values for _, values in series.values()):

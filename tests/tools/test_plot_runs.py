@@ -14,13 +14,41 @@ def runs(tmp_path):
     return folders
 
 
-def test_runs_are_named_by_their_seeds_if_these_differ(runs):
+def configure(runs, *texts):
+    for run, text in zip(runs, texts, strict=True):
+        (run / "config.yaml").write_text(text)
+
+
+def test_runs_are_named_by_their_folders(runs, tmp_path):
+    configure(runs, "seed: 0\n", "seed: 1\n")
     assert default_labels(runs) == ["a", "b"]
-    for seed, run in enumerate(runs):
-        (run / "config.yaml").write_text(f"seed: {seed}\n")
-    assert default_labels(runs) == ["seed 0", "seed 1"]
-    (runs[0] / "config.yaml").write_text("seed: 1\n")
-    assert default_labels(runs) == ["a", "b"]
+    assert default_labels([tmp_path / "x" / "a", *runs])[0] == "x/a"
+
+
+@pytest.mark.parametrize(
+    ("texts", "mean", "printed"),
+    [
+        (["seed: 0\nlr: 1\nrun_dir: a\n", "seed: 1\nlr: 1\nrun_dir: b\n"], True, "seed: a 0, b 1"),
+        (["seed: 0\nlr: 1\n", "seed: 1\nlr: 2\n"], False, "lr: a 1, b 2"),
+    ],
+)
+def test_a_mean_is_drawn_only_where_all_else_is_equal(runs, tmp_path, monkeypatch, capsys, texts, mean, printed):
+    configure(runs, *texts)
+    drawn = []
+    monkeypatch.setattr("tools.plot_runs.plot_runs", lambda *_, **options: drawn.append(options["mean"]))
+    assert main([*map(str, runs), "--output", str(tmp_path / "x.png")]) == 0
+    assert drawn == [mean]
+    assert printed in capsys.readouterr().out.splitlines()
+
+
+def test_any_metric_can_be_drawn_and_one_that_no_run_has_is_named(runs, tmp_path, capsys):
+    usual, one = tmp_path / "usual.png", tmp_path / "one.png"
+    assert main([*map(str, runs), "--output", str(usual)]) == 0
+    assert main([*map(str, runs), "--output", str(one), "--metric", "reward/mean"]) == 0
+    assert 5_000 < one.stat().st_size < usual.stat().st_size
+    with pytest.raises(SystemExit):
+        main([*map(str, runs), "--output", str(one), "--metric", "reward/mea"])
+    assert "no run logged reward/mea; did you mean reward/mean?" in capsys.readouterr().err
 
 
 def test_a_png_is_written(runs, tmp_path):
