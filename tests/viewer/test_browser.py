@@ -119,6 +119,8 @@ def test_tokens_are_coloured_and_the_text_is_the_models_own(run: Path) -> None:
                 "[...document.querySelectorAll('.segment.model .text')].map(t => t.textContent)"
             )
             assert texts[-1] == f"<answer> {said} </answer>"
+            stray = "[...document.getElementById('main').childNodes].filter(node => node.nodeType === 3).length"
+            assert await browser.evaluate(stray) == 0
         await browser.open(f"{url}/#/trajectory?run=a&file={STEP}&number=1&colour=difference")
         assert set(await browser.evaluate(colours.format("observation"))) == {""}
         assert set(await browser.evaluate(colours.format("model"))) == {

@@ -26,7 +26,7 @@ export async function trajectory(main, parameters, isCurrent) {
     el("div", { class: "side" }, rewardTable(record, found), queryTable(record)),
     el("h2", {}, "The response"),
     el("div", { class: "controls", id: "colours" }, bars),
-    found.pieces ? null : el("p", { class: "dim" }, "The tokenizer of the run's model is not on this machine, so tokens are not shown one by one."),
+    ...(found.pieces ? [] : [el("p", { class: "dim" }, "The tokenizer of the run's model is not on this machine, so tokens are not shown one by one.")]),
     el("details", { class: "segment prompt" }, el("summary", {}, "prompt"), el("div", { class: "text", dir: "auto" }, record.prompt)),
     ...record.segments.map((segment, i) => segmentBlock(segment, places[i], chosen)),
     el("h2", {}, `The samples of this prompt (${found.group.length} logged)`),
