@@ -1,0 +1,65 @@
+"""What the doctor says of runs: one that can start, and ones with a fault each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sleuth.doctor import machine
+from sleuth.doctor.__main__ import main
+from tests.retriever.scripted import ScriptedRetriever, serving
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "data/demo/model"
+FLAGS = [
+    *("--hf-checkpoint", str(MODEL), "--prompt-data", str(ROOT / "data/demo/train.parquet"), "--apply-chat-template"),
+    *("--custom-generate-function-path", "generate_with_search.generate"),
+    *("--custom-rm-path", "generate_with_search.reward_func", "--rollout-max-context-len", "512", "--colocate"),
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sleuth.doctor.__main__.machine_checks", lambda: [("python", machine.python)])
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return tmp_path
+
+
+def test_a_run_that_can_start(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(ScriptedRetriever()) as url:
+        assert main([*FLAGS, "--search-url", f"{url}/retrieve", "--save", "save"]) == 0
+    out = capsys.readouterr().out
+    assert "wrong  " not in out
+    assert "ok     model: config.json of " in out
+    assert "ok     weights: the 50 tensors of the model are in " in out
+    assert "ok     chat template: append-only" in out
+    assert "ok     stop tags: '</search>' is 4 tokens" in out
+    assert "columns id, question, golden_answers, data_source" in out
+    assert out.count("ok     data: row ") == 3
+    assert "       | <|im_start|>user" in out
+    assert "ok     search: a test question was answered in " in out
+    assert out.splitlines()[-1].endswith("0 note, 0 wrong")
+    assert list(folder.iterdir()) == []  # nothing was written
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--search-url", "http://127.0.0.1:9/retrieve"], "wrong  search: expected the search backend local to answer"),
+    ],
+)
+def test_a_fault_is_told_and_the_other_checks_go_on(
+    capsys: pytest.CaptureFixture[str], flags: list[str], expected: str
+) -> None:
+    assert main([*FLAGS, *flags]) == 1
+    out = capsys.readouterr().out
+    assert expected in out
+    assert "the check itself failed" not in out
+    assert "checkpoints: " in out
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "python -m sleuth.doctor" in capsys.readouterr().out
