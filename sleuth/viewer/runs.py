@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ LIVE_SECONDS = 120.0
 """A run that wrote metrics so lately is shown as going on."""
 PAGE = 50
 ALL = "*"
+LOCAL_PORT = re.compile(r"(https?://(?:127\.0\.0\.1|localhost)):\d+")
 """In place of a file's name: all files of trajectories of a run."""
 
 
@@ -129,7 +131,8 @@ class Run:
 def trainer_log_probs(path: Path, number: int, length: int) -> list[float | None] | None:
     """The trainer's log-probabilities of a logged trajectory's response tokens, before the step's updates.
 
-    They lie beside the trajectories (`sleuth.metrics.trainer_log_probs` writes them); None where there are none.
+    They lie beside the trajectories, in <name>.trainer.json: {"log_probs": [a list or null for each trajectory]}. Runs
+    do not write this file yet; whoever has the numbers can. None where there are none.
     """
     try:
         found = orjson.loads(path.with_suffix(".trainer.json").read_bytes())["log_probs"][number]
@@ -149,7 +152,17 @@ def named_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def differing(configurations: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The settings that are not equal in all configurations, with the value of each (None where it is missing)."""
+    """The settings that are not equal in all configurations, with the value of each (None where it is missing).
+
+    Addresses on the machine itself that differ in the port alone are equal: servers of a run take any free port.
+    """
     names = sorted({name for configuration in configurations for name in configuration})
     values = {name: [configuration.get(name) for configuration in configurations] for name in names}
-    return {name: row for name, row in values.items() if any(value != row[0] for value in row)}
+    return {name: row for name, row in values.items() if any(_portless(value) != _portless(row[0]) for value in row)}
+
+
+def _portless(value: Any) -> Any:
+    """The value, with `http://127.0.0.1` for each address on this machine."""
+    if isinstance(value, dict):
+        return {key: _portless(inner) for key, inner in value.items()}
+    return LOCAL_PORT.sub(r"\1", value) if isinstance(value, str) else value

@@ -167,3 +167,12 @@ def test_runs_are_named_as_shortly_as_they_differ(tmp_path: Path) -> None:
 
 def test_settings_that_differ() -> None:
     assert differing([{"lr": 1, "seed": 1}, {"lr": 2, "seed": 1, "new": None}]) == {"lr": [1, 2]}
+
+
+def test_ports_on_the_own_machine_make_no_difference() -> None:
+    def at(host: str) -> dict[str, object]:
+        return {"search_r1": {"local": {"search_url": f"http://{host}/retrieve"}}}
+
+    assert differing([at("127.0.0.1:40123"), at("127.0.0.1:8000")]) == {}
+    assert differing([at("node7:8000"), at("node7:8001")]) != {}
+    assert differing([at("127.0.0.1:8000"), at("node7:8000")]) != {}
