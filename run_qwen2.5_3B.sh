@@ -65,12 +65,8 @@ SAVE_DIR="$(absolute "${SAVE_DIR:-checkpoints/${MODEL}_search}")"
 RUN_DIR="$(absolute "${RUN_DIR:-runs/$MODEL/$(date -u +%Y%m%d-%H%M%S)}")"
 TRAIN_DATA="$(data_path "${TRAIN_DATA:-data/search_r1/train.parquet}")"
 EVAL_DATA="$(data_path "${EVAL_DATA:-data/search_r1/test.parquet@[0:3000]}")"
-if [[ -z "${NUM_GPUS:-}" ]]; then
-    NUM_GPUS=8
-    [[ -n "${CUDA_VISIBLE_DEVICES:-}" ]] && NUM_GPUS="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)" # a Slurm job
-fi
-
 NUM_NODES="${NUM_NODES:-1}"
+source scripts/count_gpus.sh
 
 CHECKPOINT_ARGS=(
     --hf-checkpoint "$HF_CHECKPOINT"

@@ -14,10 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${MASTER_ADDR:?expected the address of the first node, found none; set MASTER_ADDR}"
 : "${RAY_AUTH_TOKEN:?expected the token of the Ray head, found none; set RAY_AUTH_TOKEN}"
 port="${RAY_PORT:-6379}"
-if [[ -z "${NUM_GPUS:-}" ]]; then
-    NUM_GPUS=8
-    [[ -n "${CUDA_VISIBLE_DEVICES:-}" ]] && NUM_GPUS="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)"
-fi
+source scripts/count_gpus.sh
 if [[ -z "${PYTHON:-}" ]]; then
     PYTHON="$PWD/.venv/bin/python"
     [[ -x .venv-gpu/bin/python ]] && PYTHON="$PWD/.venv-gpu/bin/python"

@@ -357,6 +357,7 @@ def test_a_start_where_torch_sees_no_gpu_is_refused(stand_in_python: Path, tmp_p
 def checkout(tmp_path: Path) -> Path:
     """The script in a folder of its own, with three Pythons that say who they are and what they were given."""
     shutil.copytree(ROOT / "scripts" / "models", tmp_path / "scripts" / "models")
+    shutil.copy(ROOT / "scripts/count_gpus.sh", tmp_path / "scripts")
     shutil.copy(SCRIPT, tmp_path)
     for folder in (".venv/bin", ".venv-gpu/bin", "path"):
         (tmp_path / folder).mkdir(parents=True)
@@ -388,6 +389,17 @@ def test_the_gpus_of_a_slurm_job_are_counted(checkout: Path):
     assert "--available-gpus 8" in planned_with(checkout, "")
     assert "--available-gpus 4" in planned_with(checkout, "", CUDA_VISIBLE_DEVICES="GPU-a,GPU-b,GPU-c,GPU-d")
     assert "--available-gpus 2" in planned_with(checkout, "", CUDA_VISIBLE_DEVICES="0,1,2", NUM_GPUS="2")
+
+
+@pytest.mark.parametrize(
+    "variable", ["NUM_GPUS=abc", "NUM_GPUS=0", "NUM_NODES=1.5", "CUDA_VISIBLE_DEVICES=,", "CUDA_VISIBLE_DEVICES=-1"]
+)
+def test_a_number_of_gpus_that_is_none_is_told(variable: str):
+    name, value = variable.split("=")
+    result = dry_run(*STAND_IN, **{name: value})
+    assert result.returncode == 2
+    assert f"{'NUM_NODES' if name == 'NUM_NODES' else 'NUM_GPUS'}: expected a number from 1 on, found" in result.stderr
+    assert value in result.stderr
 
 
 @pytest.mark.e2e

@@ -22,8 +22,8 @@ LIVE_SECONDS = 120.0
 """A run that wrote metrics so lately is shown as going on."""
 PAGE = 50
 ALL = "*"
-LOCAL_PORT = re.compile(r"(https?://(?:127\.0\.0\.1|localhost)):\d+")
 """In place of a file's name: all files of trajectories of a run."""
+LOCAL_PORT = re.compile(r"(https?://(?:127\.0\.0\.1|localhost)):\d+")
 
 
 @dataclass
