@@ -50,7 +50,7 @@ class Rank:
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[None]:
-    args: Any = SimpleNamespace(ray_address=None, total_gpus=3)
+    args: Any = SimpleNamespace(ray_address=None, total_gpus=3, actor_num_nodes=1)
     with ray_session(args):
         yield
 
