@@ -66,7 +66,7 @@ class RetryTeller:
         now = time.monotonic()
         if now < self._next:
             self._untold += 1
-            self._logger.debug("%s", text)
+            self._logger.info("%s", text)
             return
         more = f" (and {self._untold} more failed attempts since the last such line)" if self._untold else ""
         self._next, self._untold = now + self._seconds, 0

@@ -347,6 +347,12 @@ class LimitArgs(Group):
     train_timeout: PositiveFloat = Field(
         7200.0, description="Most seconds that the training on one step's data, or the saving of it, may take."
     )
+    process_restarts: NonNegativeInt = Field(
+        3,
+        description="How often each engine, and the rollout process, is started again in a run after it has ended, or "
+        "after an engine has not answered for 120 s. Engines that share GPUs with the trainer, or are behind --router, "
+        "are not.",
+    )
 
 
 class HookArgs(Group):

@@ -6,14 +6,16 @@ Their weights come from `sleuth.cluster.sync`; `sleuth.cluster.rollout_group` ha
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from sleuth.arguments import Args
+from sleuth.cluster.lives import Lives
 from sleuth.cluster.memory_turns import ENGINE_PARTS
 from sleuth.cluster.placement import Device, Placement
 from sleuth.cluster.waiting import Wait, Waiter
@@ -49,16 +51,12 @@ class Engines:
 
     def __init__(self, args: Args, run_dir: Path, placement: Placement, waiter: Waiter) -> None:
         self.args, self.waiter = args, waiter
-        remote: Any = ray.remote(EngineActor)
         size = args.rollout_num_gpus_per_engine
         shares = [placement.engines[first : first + size] for first in range(0, len(placement.engines), size)]
-        self._actors = [
-            # Several calls at a time: an engine that still starts can be stopped, and be asked how it is.
-            remote.options(**placement.options(devices[0], ENGINE_ENVIRONMENT), max_concurrency=CALLS_AT_A_TIME).remote(
-                engine_config(args, run_dir, index, devices, placement.host(devices[0].node_ip)), engine_key()
-            )
-            for index, devices in enumerate(shares)
-        ]
+        self._make = [partial(_make_actor, args, run_dir, placement, *item) for item in enumerate(shares)]
+        self._actors = [make() for make in self._make]
+        self._gone: set[int] = set()
+        self._lives = Lives(args.process_restarts)
         self._on_gpu = any(device.gpu_id is not None for device in placement.engines)
         self.share_gpus = args.colocate and self._on_gpu and args.trains
         self._urls: list[str] = []
@@ -100,16 +98,7 @@ class Engines:
 
     def troubles(self) -> list[str]:
         """What is wrong with the engines and the router; takes a few seconds at most."""
-        answers = {actor.trouble.remote(): f"engine {index}" for index, actor in enumerate(self._actors)}
-        done = ray.wait(list(answers), num_returns=len(answers), timeout=LOOK_SECONDS)[0] if answers else []
-        found = []
-        for answer, name in answers.items():
-            try:
-                trouble = ray.get(answer) if answer in done else "its actor does not answer"
-            except ray.exceptions.RayError as error:
-                trouble = f"its actor ended ({type(error).__name__})"
-            if trouble:
-                found.append(f"{name}: {trouble}")
+        found = [f"engine {index}: {trouble}" for index, (_, trouble) in self._look().items() if trouble]
         if self._router and (trouble := self._router.trouble()):
             found.append(trouble)
         return found
@@ -118,7 +107,54 @@ class Engines:
         """The metrics `perf/memory/engine_<index>` (and on GPUs `perf/gpu_memory/...`) of those that answer soon."""
         answers = [actor.memory.remote(f"engine_{index}") for index, actor in enumerate(self._actors)]
         done = ray.wait(answers, num_returns=len(answers), timeout=LOOK_SECONDS)[0] if answers else []
-        return {name: value for answer in ray.get(done) for name, value in answer.items()}
+        found: dict[str, float] = {}
+        for answer in done:
+            with suppress(ray.exceptions.RayError):  # one that ends is told elsewhere
+                found |= ray.get(answer)
+        return found
+
+    def lost(self) -> dict[int, str]:
+        """The engines that have ended, or have not answered for two minutes, and what is known of it."""
+        return {
+            index: trouble
+            for index, (runs, trouble) in self._look().items()
+            if self._lives.is_lost(index, runs=runs, trouble=trouble) and trouble
+        }
+
+    def start_again(self, lost: Mapping[int, str]) -> list[str]:
+        """Start these engines again, with the weights of --hf-checkpoint; returns the URLs of all.
+
+        Raises EngineDiedError where that is not possible, or has been done often enough.
+        """
+        for index, trouble in lost.items():
+            reason = f"engine {index}: {trouble}"
+            if self.share_gpus or self._router:
+                raise EngineDiedError(f"{reason}; start again")
+            number = self._lives.use(index)
+            if number is None:
+                raise EngineDiedError(f"{reason}; it may not be started again (--process-restarts); start again")
+            logger.warning("%s; it is started again (%d of at most %d times)", reason, number, self._lives.allowed)
+        for index in self._gone.intersection(lost):
+            self._actors[index] = self._make[index]()
+            self._gone.discard(index)
+        starting = [self._actors[index].restart.remote() for index in lost]
+        started = self.waiter.get(starting, Wait(f"starting {_named(lost)} again"))
+        for index, url in zip(lost, started, strict=True):
+            self._urls[index] = url
+        return list(self._urls)
+
+    def _look(self) -> dict[int, tuple[bool, str | None]]:
+        """By engine whether it runs, and what is wrong with it; takes a few seconds at most."""
+        answers = {actor.look.remote(): index for index, actor in enumerate(self._actors)}
+        done = ray.wait(list(answers), num_returns=len(answers), timeout=LOOK_SECONDS)[0] if answers else []
+        found: dict[int, tuple[bool, str | None]] = {}
+        for answer, index in answers.items():
+            try:
+                found[index] = ray.get(answer) if answer in done else (True, "its actor does not answer")
+            except ray.exceptions.RayError as error:
+                self._gone.add(index)
+                found[index] = (False, f"its actor ended ({type(error).__name__})")
+        return found
 
     def hold_still(self) -> None:
         """Take no new requests, end those under way (nobody waits for them any more), flush the caches."""
@@ -152,6 +188,19 @@ class Engines:
             ray.get([actor.stop.remote() for actor in self._actors], timeout=timeout)
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("an engine did not stop by itself: %s", error)
+
+
+def _make_actor(args: Args, run_dir: Path, placement: Placement, index: int, devices: Sequence[Device]) -> Any:
+    remote: Any = ray.remote(EngineActor)
+    # Several calls at a time: an engine that still starts can be stopped, and be asked how it is.
+    options = placement.options(devices[0], ENGINE_ENVIRONMENT) | {"max_concurrency": CALLS_AT_A_TIME}
+    config = engine_config(args, run_dir, index, devices, placement.host(devices[0].node_ip))
+    return remote.options(**options).remote(config, engine_key())
+
+
+def _named(indices: Iterable[int]) -> str:
+    names = [str(index) for index in indices]
+    return f"engine {names[0]}" if len(names) == 1 else f"engines {', '.join(names)}"
 
 
 def engine_config(args: Args, run_dir: Path, index: int, devices: Sequence[Device], host: str = HOST) -> EngineConfig:

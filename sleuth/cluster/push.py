@@ -38,8 +38,9 @@ class WeightPush:
         self._bytes = 0
         self._group: BroadcastGroup | None = None
 
-    def push(self, urls: list[str], version: str) -> None:
-        """Send the weights to every engine as `version`."""
+    def push(self, urls: list[str], version: str, engines: Sequence[int] | None = None) -> None:
+        """Send the weights as `version` to the engines at `urls`: all, or those with the numbers `engines`."""
+        sources = self._sources if engines is None else [self._sources[index] for index in engines]
         if not self._bytes:
             self._check(urls)
         through = self._args.update_weights_through
@@ -49,7 +50,7 @@ class WeightPush:
             self._by_disk(urls, version)
         else:
             weights, in_band = self._trainer.hf_weights(), through == "in_band"
-            part = partial(push_weights, sources=self._sources, ranks=self._ranks, timeout=self._args.sync_timeout)
+            part = partial(push_weights, sources=sources, ranks=self._ranks, timeout=self._args.sync_timeout)
             part(urls, weights, version, in_band=in_band)
 
     def close(self) -> None:
@@ -64,6 +65,9 @@ class WeightPush:
 
     def _by_broadcast(self, urls: list[str], version: str) -> None:
         """Over process groups that are made before the first update and kept for the run."""
+        if self._group is not None and self._group.urls != urls:  # one was started again
+            self._group.close()
+            self._group = None
         if self._group is None:
             size = self._args.rollout_num_gpus_per_engine if torch.cuda.is_available() else 1
             stage = self._trainer.stage

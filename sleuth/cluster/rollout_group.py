@@ -6,7 +6,9 @@ object store, and each rank fetches its share from there.
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sleuth.arguments import Args
 from sleuth.cluster.engines import Engines
+from sleuth.cluster.lives import Lives
 from sleuth.cluster.logs import configure_logging
 from sleuth.cluster.memory_turns import Turn
 from sleuth.cluster.placement import Placement
@@ -31,6 +34,12 @@ from sleuth.rollout.collector import relax_garbage_collector
 from sleuth.rollout.manager import RolloutManager, SupervisedManager
 from sleuth.rollout.replay import ReplayManager
 
+logger = logging.getLogger(__name__)
+
+ASIDE = "aside"
+"""The concurrency group of calls that the rollout actor takes while it is busy."""
+LOOK_SECONDS = 10.0
+"""Between two looks at the engines, while they generate."""
 ROLLOUT = Wait("rollout", tells_time=False)
 """The actor itself tells how far it is; each trajectory has its limits."""
 
@@ -71,10 +80,19 @@ class RolloutActor:
         self.manager = make_manager(self.args, self.run_dir)
         relax_garbage_collector()
 
-    def connect(self, engine_urls: list[str], state: dict[str, Any], router_url: str | None) -> list[int]:
-        """Connect to the engines and restore the state of a checkpoint; returns the probe's token ids."""
-        self.manager.connect(engine_urls, state, router_url)
+    def connect(
+        self, engine_urls: list[str], state: dict[str, Any], router_url: str | None, again: bool = False
+    ) -> list[int]:
+        """Connect to the engines and restore the state of a checkpoint; returns the probe's token ids.
+
+        `again`: in the middle of a run.
+        """
+        self.manager.connect(engine_urls, state, router_url, again=again)
         return self.manager.probe_ids()
+
+    def use_engines(self, engine_urls: list[str]) -> None:
+        """Use these engines from now on. It is called in another thread than all else, while a rollout is under way."""
+        self.manager.use_engines(engine_urls)
 
     def generate(self, step: int) -> StepRefs:
         data = self.manager.generate(step)
@@ -94,18 +112,26 @@ class RolloutGroup:
     """Manager and engines behind one object; in a supervised run there are no engines. `waiter` waits for them."""
 
     def __init__(self, args: Args, run_dir: Path, placement: Placement, waiter: Waiter) -> None:
-        self.waiter = waiter
-        actor: Any = ray.remote(RolloutActor)
-        # On the driver's node: there are the data, and there a search server at 127.0.0.1 was found to answer.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = {"num_cpus": 0, "scheduling_strategy": here, "runtime_env": {"env_vars": passed_on(os.environ)}}
-        self._manager = actor.options(**options).remote(args, run_dir, engine_key())
-        self._loading = self._manager.load.remote()
+        self.args, self.run_dir, self.waiter = args, run_dir, waiter
+        self._lives = Lives(args.process_restarts)
+        self._state: dict[str, Any] = {}
+        self._start_manager()
         self.engines = Engines(args, run_dir, placement, waiter)
         self.turn_to: Callable[[Turn], None] = lambda turn: None  # see `share_memory`
         self.meanwhile: Callable[[], None] = lambda: None  # done every few seconds while engines generate
+        self.send_weights: Callable[[list[str], list[int]], None] = lambda urls, engines: None  # of the trainer
+        self._next_look = 0.0
         self.engine_urls: list[str] = []
         self.probe_ids: list[int] = []
+
+    def _start_manager(self) -> None:
+        remote: Any = ray.remote
+        actor = remote(concurrency_groups={ASIDE: 1})(RolloutActor)
+        # On the driver's node: there are the data, and there a search server at 127.0.0.1 was found to answer.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = {"num_cpus": 0, "scheduling_strategy": here, "runtime_env": {"env_vars": passed_on(os.environ)}}
+        self._manager = actor.options(**options).remote(self.args, self.run_dir, engine_key())
+        self._loading = self._manager.load.remote()
 
     def wait_until_loaded(self) -> None:
         """Wait for data and hooks, while engines and trainer still start; ValueError if something in them is wrong."""
@@ -115,14 +141,19 @@ class RolloutGroup:
     def wait_until_ready(self, state: dict[str, Any]) -> None:
         """Wait for the engines, and go on from the state of the checkpoint."""
         self.engine_urls = self.engines.wait_until_ready()
-        connected = self._manager.connect.remote(self.engine_urls, state, self.engines.router_url)
+        self._state = state
+        self._connect()
+
+    def _connect(self, *, again: bool = False) -> None:
+        connected = self._manager.connect.remote(self.engine_urls, self._state, self.engines.router_url, again)
         self.probe_ids = self.waiter.one(connected, Wait("connecting to the engines"))
 
     def generate(self, step: int) -> StepRefs:
         with self.deaths_explained():
             self.waiter.prefix = f"step {step}: "
             self.turn_to(Turn.GENERATE)
-            data: StepRefs = self.waiter.one(self._manager.generate.remote(step), ROLLOUT, self.meanwhile)
+            data: StepRefs = self._ask("generate", step, wait=ROLLOUT, meanwhile=self._tend)
+            self._state = self._ask("state_dict", wait=Wait("asking for the rollout's state"))
             data.metrics.update(self.engines.memory())
             return data
 
@@ -130,12 +161,60 @@ class RolloutGroup:
         with self.deaths_explained():
             self.waiter.prefix = f"evaluation after step {step}: "
             self.turn_to(Turn.GENERATE)
-            return self.waiter.one(self._manager.evaluate.remote(step), ROLLOUT, self.meanwhile)
+            found: dict[str, float] = self._ask("evaluate", step, wait=ROLLOUT, meanwhile=self._tend)
+            return found
 
     def probe_engines(self) -> list[list[float]]:
         """Each engine's log-probabilities (nats, temperature 1) of `probe_ids` after the first."""
         self.turn_to(Turn.GENERATE)
-        return self.waiter.one(self._manager.probe_engines.remote(), Wait("asking the engines for the probe's scores"))
+        scores: list[list[float]] = self._ask("probe_engines", wait=Wait("asking the engines for the probe's scores"))
+        return scores
+
+    def _ask(self, what: str, *values: Any, wait: Wait, meanwhile: Callable[[], None] = lambda: None) -> Any:
+        """What the manager answers; where its process ends, it is started again, and asked again."""
+        while True:
+            try:
+                return self.waiter.one(getattr(self._manager, what).remote(*values), wait, meanwhile)
+            except ray.exceptions.RayActorError as error:
+                if not self._has_ended(error) or (number := self._lives.use("rollout")) is None:
+                    raise
+                logger.warning(
+                    "the rollout process ended: killed, or out of memory (its log: %s); it is started again, and %s "
+                    "done anew (%d of at most %d times)",
+                    *(self.run_dir / "logs" / "rollout.log", wait.what, number, self._lives.allowed),
+                )
+            self._start_manager()
+            self.wait_until_loaded()
+            self._connect(again=True)
+
+    def _has_ended(self, error: ray.exceptions.RayActorError) -> bool:
+        """Whether the error says that the manager's process ended, and not another one's."""
+        return not isinstance(error, ray.exceptions.RayTaskError) and error.actor_id == self._manager._actor_id.hex()
+
+    def _tend(self) -> None:
+        self.meanwhile()
+        if time.monotonic() >= self._next_look:
+            self.revive()
+            self._next_look = time.monotonic() + LOOK_SECONDS
+
+    def revive(self, *, with_weights: bool = True) -> bool:
+        """Start engines again that are lost, and whether there were any; meanwhile the others do their work.
+
+        `with_weights`: send them the trainer's weights, before they get requests.
+        """
+        lost = self.engines.lost()
+        if not lost:
+            return False
+        self._use([url for index, url in enumerate(self.engine_urls) if index not in lost])
+        self.engine_urls = self.engines.start_again(lost)
+        if with_weights:
+            self.send_weights([self.engine_urls[index] for index in lost], list(lost))
+        self._use(self.engine_urls)
+        return True
+
+    def _use(self, urls: list[str]) -> None:
+        told = self._manager.use_engines.options(concurrency_group=ASIDE).remote(urls)
+        self.waiter.one(told, Wait("telling the rollout of its engines"))
 
     @contextmanager
     def deaths_explained(self) -> Iterator[None]:
@@ -144,7 +223,8 @@ class RolloutGroup:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        return self.waiter.one(self._manager.state_dict.remote(), Wait("asking for the rollout's state"))
+        """The rollout's state after the step that was last generated."""
+        return self._state
 
     def close(self) -> None:
         ray.kill(self._manager)  # first: its requests under way must not complain of engines that go

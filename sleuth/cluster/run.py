@@ -153,6 +153,7 @@ def start_run(args: Args, run_dir: Path, interruption: Interruption) -> Iterator
         rollout.wait_until_ready(state)
         run = Run(args, trainer, rollout, Progress.start(steps_done, args.load), interruption)
         rollout.meanwhile = lambda: run.finish_save(wait=False)
+        rollout.send_weights = lambda urls, engines: trainer.push_weights(urls, str(run.steps_done), engines)
         yield run
         trainer.close()  # not after an error: ranks may wait for each other, and all of them end with Ray
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import ray
+
 from sleuth.cluster.rollout_group import RolloutGroup
 from sleuth.cluster.train_group import TrainGroup
 
@@ -23,9 +25,8 @@ def sync_weights(
     if not rollout.engine_urls:
         return {}
     with rollout.deaths_explained():
-        trainer.push_weights(rollout.engine_urls, str(version))
-        expected = trainer.score(rollout.probe_ids)
-        difference = largest_difference(expected, rollout.probe_engines())
+        while (difference := _push_and_compare(trainer, rollout, version)) is None:
+            pass
     if max_difference is not None and not difference <= max_difference:  # also true for NaN
         raise SyncError(
             f"after weight update {version} an engine's log-probabilities differ from the trainer's by "
@@ -33,6 +34,18 @@ def sync_weights(
             "The engine holds other weights, or computes in another precision (--sglang-dtype)"
         )
     return {"train/rollout_logprob_abs_diff": difference}
+
+
+def _push_and_compare(trainer: TrainGroup, rollout: RolloutGroup, version: int) -> float | None:
+    """The largest difference over the probe; None if an engine was lost, and is there again: all is to be repeated."""
+    try:
+        trainer.push_weights(rollout.engine_urls, str(version))
+        expected = trainer.score(rollout.probe_ids)
+        return largest_difference(expected, rollout.probe_engines())
+    except ray.exceptions.RayError:
+        if rollout.revive(with_weights=False):
+            return None
+        raise
 
 
 def largest_difference(expected: Sequence[float], by_engine: Sequence[Sequence[float]]) -> float:

@@ -106,9 +106,9 @@ class TrainActor:
     def score(self, token_ids: list[int]) -> list[float]:
         return self.trainer.log_probs(token_ids, temperature=1.0)
 
-    def push_weights(self, engine_urls: list[str], version: str) -> None:
-        """Take part in sending the weights to every engine."""
-        self._push.push(engine_urls, version)
+    def push_weights(self, engine_urls: list[str], version: str, engines: list[int] | None = None) -> None:
+        """Take part in sending the weights to all engines, or to those with these numbers."""
+        self._push.push(engine_urls, version, engines)
 
     def save(self, step: int, rollout_state: dict[str, Any]) -> None:
         self.trainer.save(step, rollout_state)
@@ -164,9 +164,10 @@ class TrainGroup:
         """Bring back what was lent."""
         self._wait([actor.take_back.remote(parts) for actor in self._actors], "moving the trainer into the GPU")
 
-    def push_weights(self, engine_urls: list[str], version: str) -> None:
+    def push_weights(self, engine_urls: list[str], version: str, engines: list[int] | None = None) -> None:
+        """Send the weights to the engines at these URLs: all of them, or those with the numbers `engines`."""
         self.turn_to(Turn.SYNC)
-        sent = [actor.push_weights.remote(engine_urls, version) for actor in self._actors]
+        sent = [actor.push_weights.remote(engine_urls, version, engines) for actor in self._actors]
         # An update that takes too long fails by itself, with the engine's name, unless a trainer process is stuck.
         limit = self.args.sync_timeout + AFTERMATH_SECONDS * 2
         self.waiter.get(sent, Wait(f"sending weights {version} to the engines", limit, "--sync-timeout and a minute:"))

@@ -27,9 +27,15 @@ class EngineActor:
         check_granted(self._server.config.gpu_ids)
         return self._server.start()
 
-    def trouble(self) -> str | None:
-        """What is wrong with the server, for an error message; None if it answers."""
-        return self._server.trouble()
+    def restart(self) -> str:
+        """Stop what is left of the server, start it again, and return its new url."""
+        self._server.stop()
+        return self.start()
+
+    def look(self) -> tuple[bool, str | None]:
+        """Whether the server runs, and what is wrong with it, for a message (None: nothing)."""
+        trouble = self._server.trouble()
+        return self._server.is_alive(), trouble
 
     def memory(self, name: str) -> dict[str, float]:
         """The metrics of the memory that all processes of the server, and its GPUs, hold."""

@@ -130,6 +130,8 @@ class EngineServer:
         if self.is_alive():
             raise RuntimeError(f"the engine at {self.url} already runs")
         self.stop()
+        if self.log_path.exists() and self.log_path.stat().st_size:
+            self.log_path.replace(self.log_path.with_name(f"{self.log_path.name}.old"))  # it may say why that one ended
         started = time.monotonic()
         for attempt in range(1, PORT_ATTEMPTS + 1):
             try:

@@ -88,6 +88,10 @@ class EngineClient:
             )
         self.urls = tuple(url.rstrip("/") for url in urls)
         self.vocab_size = vocab_size
+        self._max_concurrency = max_concurrency
+        self.patience = 0.0
+        """Seconds that a request whose attempts have all failed waits for someone to name other engines (`use`)."""
+        self._change = asyncio.Event()
         targets, places = (self.urls, max_concurrency)
         if router_url:
             targets, places = ((router_url.rstrip("/"),), max_concurrency * len(self.urls))
@@ -100,6 +104,19 @@ class EngineClient:
         self._tell = RetryTeller(logger, "attempt", WARNING_SECONDS)
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    def use(self, urls: Sequence[str]) -> None:
+        """From now on send requests to the engines at `urls`; while there are none, requests wait.
+
+        Requests under way go on. Where their engine has ended they fail, and are sent to another one from their
+        beginning. Not for a client with a router.
+        """
+        self.urls = tuple(url.rstrip("/") for url in urls)
+        for url in self.urls:
+            self._places.setdefault(url, asyncio.Semaphore(self._max_concurrency))
+        self._router.use(self.urls)
+        self._change.set()
+        self._change = asyncio.Event()
 
     async def generate(self, input_ids: Sequence[int], sampling_params: dict[str, Any]) -> Generation:
         """Continue `input_ids`; log-probabilities are at the sampling temperature, or unscaled if that is 0.
@@ -164,21 +181,45 @@ class EngineClient:
         check_range(ids, self.vocab_size, "the request")
 
     async def _request_with_retries(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Send a request, a further attempt to another engine if there is one; returns the URL and its answer."""
+        """Send a request, a further attempt to another engine if there is one; returns the URL and its answer.
+
+        Where all attempts fail, other engines are waited for: one that has ended may be started again.
+        """
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
         async def attempt() -> tuple[str, dict[str, Any]]:
+            while not self.urls:
+                with waiting_for("an engine: all have ended"):
+                    await self._change.wait()
             with self._router.place(body["input_ids"]) as url, waiting_for(f"engine {url}"):
                 async with self._places[url]:
                     return url, await self._send(url, path, data)
 
-        return await with_retries(
-            attempt,
-            is_transient=lambda error: isinstance(error, _TransientError),
-            attempts=self._attempts,
-            wait=self._wait,
-            before_sleep=self._tell,
-        )
+        while True:
+            change = self._change
+            try:
+                return await with_retries(
+                    attempt,
+                    is_transient=lambda error: isinstance(error, _TransientError),
+                    attempts=self._attempts,
+                    wait=self._wait,
+                    before_sleep=self._tell,
+                )
+            except _TransientError:
+                if not await self._has_changed(change):
+                    raise
+
+    async def _has_changed(self, change: asyncio.Event) -> bool:
+        """Whether other engines are named within the patience, or were since `change` was the next change."""
+        if not change.is_set() and not self.patience:
+            return False
+        try:
+            with waiting_for("an engine: those that were asked do not answer"):
+                async with asyncio.timeout(self.patience):
+                    await change.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def _send(self, url: str, path: str, data: bytes) -> dict[str, Any]:
         try:

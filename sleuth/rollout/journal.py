@@ -75,9 +75,14 @@ class Journal:
         self._checkpoints, self._keep_all = folder, keep_all
         self._source = None if source is None else journal_of(source)
 
-    def start(self) -> None:
-        """Begin a run. A new one (nothing to resume) clears what an earlier run left in its folder."""
-        if self._source is None:
+    def start(self, *, again: bool = False) -> None:
+        """Begin a run. A new one (nothing to resume) clears what an earlier run left in its folder.
+
+        `again`: in the middle of a run, whose samples so far are then found.
+        """
+        if again:
+            self._source = self.folder
+        elif self._source is None:
             for path in step_files(self.folder).values():
                 path.unlink()
 

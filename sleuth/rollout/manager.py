@@ -35,6 +35,8 @@ from sleuth.sample import Sample
 logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 256
+PATIENCE_SECONDS = 60.0
+"""Within them the driver notices that an engine has ended, and says which others there are."""
 Result = TypeVar("Result")
 
 
@@ -68,16 +70,24 @@ class RolloutManager:
         # The whole run uses one event loop: the HTTP sessions of the hooks live as long as it does.
         self._runner = asyncio.Runner()
 
-    def connect(self, engine_urls: list[str], state: dict[str, Any], router_url: str | None = None) -> None:
+    def connect(
+        self, engine_urls: list[str], state: dict[str, Any], router_url: str | None = None, *, again: bool = False
+    ) -> None:
         """Use the engines at these URLs, through a router if there is one, and restore the `state` of a checkpoint.
 
-        That is {} in a new run.
+        That is {} in a new run. `again`: this manager takes the place of one that ended in the middle of the run.
         """
         self.engine = self._client(engine_urls, router_url)
+        self._runner.get_loop()  # made here, so that `use_engines` may ask for it in another thread
+        self.engine.patience = PATIENCE_SECONDS if self.args.process_restarts else 0.0
         if self.journal is not None:
-            self.journal.start()
+            self.journal.start(again=again)
         if state:
             self.stream.load_state_dict(state["stream"])
+
+    def use_engines(self, urls: list[str]) -> None:
+        """Send requests to these engines from now on; can be called from another thread while others are under way."""
+        self._runner.get_loop().call_soon_threadsafe(self.engine.use, urls)
 
     def generate(self, step: int) -> StepData:
         """Roll out one step. Raises RolloutError when too many trajectories fail."""
@@ -167,6 +177,9 @@ class WithoutEngines:
         """No metrics: there is no engine that could answer."""
         return {}
 
+    def use_engines(self, urls: list[str]) -> None:
+        """Nothing to do."""
+
     def probe_ids(self) -> list[int]:
         """No ids: there is no engine that could differ from the trainer."""
         return []
@@ -184,7 +197,9 @@ class SupervisedManager(WithoutEngines):
         check_tokenizer(tokenizer, embedding_size(args.hf_checkpoint))
         self.stream = load_sft_rows(args.prompt_data, tokenizer, seed=args.seed, shuffle=args.rollout_shuffle)
 
-    def connect(self, engine_urls: list[str], state: dict[str, Any], router_url: str | None = None) -> None:
+    def connect(
+        self, engine_urls: list[str], state: dict[str, Any], router_url: str | None = None, *, again: bool = False
+    ) -> None:
         """Restore the `state` of a checkpoint ({} in a new run); there are no engines."""
         if state:
             self.stream.load_state_dict(state["stream"])

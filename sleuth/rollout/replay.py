@@ -20,7 +20,9 @@ class ReplayManager(WithoutEngines):
         self.args, self.folder = args, journal_of(args.debug_train_only)
         self._state: dict[str, Any] = {}
 
-    def connect(self, engine_urls: list[str], state: dict[str, Any], router_url: str | None = None) -> None:
+    def connect(
+        self, engine_urls: list[str], state: dict[str, Any], router_url: str | None = None, *, again: bool = False
+    ) -> None:
         """Nothing to connect to; a step's samples do not depend on the `state` of a checkpoint."""
         self._state = state
 

@@ -50,11 +50,18 @@ class Router:
         try:
             yield url
         finally:
-            self._load[url] -= 1
+            if url in self._load:
+                self._load[url] -= 1
+
+    def use(self, urls: Sequence[str]) -> None:
+        """From now on place requests on these engines; those under way stay where they are."""
+        self._load = {url: self._load.get(url, 0) for url in urls}
+        self._out_until = {url: self._out_until.get(url, 0.0) for url in urls}
 
     def failed(self, url: str) -> None:
         """Leave an engine out for a while; where all are out, all are tried."""
-        self._out_until[url] = self._clock() + OUT_SECONDS
+        if url in self._out_until:
+            self._out_until[url] = self._clock() + OUT_SECONDS
 
     def _choose(self, input_ids: Sequence[int]) -> str:
         if len(self._load) == 1:

@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from sleuth.cluster.engines import EngineDiedError, Engines
+from sleuth.cluster.lives import Lives
 from sleuth.cluster.waiting import Waiter
 
 
@@ -23,7 +24,7 @@ class ScriptedActor:
             self.notes.append((name, *args))
             if name in self.failing:
                 return Answer(RuntimeError(name))
-            return Answer(self.answer if name == "trouble" else None)
+            return Answer({"look": (self.answer is None, self.answer), "restart": "http://new"}.get(name))
 
         return SimpleNamespace(remote=remote)
 
@@ -56,7 +57,9 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def engines(*actors: ScriptedActor, colocate: bool = True, on_gpu: bool = True) -> Engines:
     made = object.__new__(Engines)
     made.args, made._router = SimpleNamespace(router=False), None  # type: ignore[assignment]
-    made.waiter = Waiter()
+    made.waiter, made._lives, made._gone = Waiter(), Lives(1), set()
+    made._make = [lambda actor=actor: actor for actor in actors]  # type: ignore[misc]
+    made._urls = [f"http://{index}" for index in range(len(actors))]
     made._actors, made._on_gpu, made.share_gpus = list(actors), on_gpu, colocate and on_gpu
     made._starting = [] if made.share_gpus else made._start()
     return made
@@ -81,3 +84,39 @@ def test_what_fails_because_of_a_dead_engine_names_it(notes: list[Any]) -> None:
 def raise_within(group: Engines, error: Exception) -> None:
     with group.deaths_explained():
         raise error
+
+
+KILLED = "the engine at URL was killed by signal 9"
+
+
+def test_an_engine_that_ended_is_started_again_as_often_as_it_may(notes: list[Any], caplog: Any) -> None:
+    group = engines(ScriptedActor(notes), ScriptedActor(notes, trouble=KILLED), colocate=False)
+    assert group.lost() == {1: KILLED}
+    assert group.start_again(group.lost()) == ["http://0", "http://new"]
+    assert [note for note in notes if note == ("restart",)] == [("restart",)]
+    assert f"engine 1: {KILLED}; it is started again (1 of at most 1 times)" in caplog.text
+    with pytest.raises(EngineDiedError, match=r"engine 1: .*; it may not be started again \(--process-restarts\)"):
+        group.start_again(group.lost())
+
+
+def test_engines_that_share_gpus_with_a_trainer_are_not_started_again(notes: list[Any]) -> None:
+    group = engines(ScriptedActor(notes, trouble=KILLED))
+    with pytest.raises(EngineDiedError, match=f"^engine 0: {KILLED}; start again$"):
+        group.start_again(group.lost())
+
+
+def test_an_actor_that_ended_is_made_anew(notes: list[Any]) -> None:
+    dead = ScriptedActor(notes)
+    dead.answer = None
+    group = engines(dead, colocate=False)
+    group._make = [lambda: ScriptedActor(notes)]
+    group._actors[0] = Ended()
+    assert group.lost() == {0: "its actor ended (RayError)"}
+    group.start_again(group.lost())
+    assert isinstance(group._actors[0], ScriptedActor)
+
+
+class Ended:
+    """Stands for an actor whose process has ended."""
+
+    look = SimpleNamespace(remote=lambda: Answer(ray.exceptions.RayError("dead")))

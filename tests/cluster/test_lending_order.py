@@ -108,7 +108,7 @@ class Machine:
         self.note("trainer: train")
         return {}
 
-    def push(self, urls: list[str], version: str) -> None:
+    def push(self, urls: list[str], version: str, engines: list[int] | None) -> None:
         assert "weights" in self.engine
         assert "weights" in self.trainer
         self.engine_weights = self.trainer_weights

@@ -93,20 +93,20 @@ def test_an_actor_starts_notices_death_restarts_and_leaves_nothing(model_path: P
     server = actor._server
     try:
         first = actor.start()
-        assert actor.trouble() is None
+        assert actor.look()[1] is None
         with pytest.raises(RuntimeError, match="already runs"):
             actor.start()
         actor.release_memory()
-        assert actor.trouble() is None  # asked for a token, it would die now
+        assert actor.look()[1] is None  # asked for a token, it would die now
         actor.resume_memory(("weights",))
         actor.resume_memory(("kv_cache",))
-        assert actor.trouble() is None
+        assert actor.look()[1] is None
         members, files = remains_of(server)
         scheduler = next(p for p in members if "scheduler" in " ".join(p.cmdline()))
         scheduler.suspend()
-        assert f"is stopped (SIGSTOP; `kill -CONT {scheduler.pid}` lets it go on)" in (actor.trouble() or "")
+        assert f"is stopped (SIGSTOP; `kill -CONT {scheduler.pid}` lets it go on)" in (actor.look()[1] or "")
         scheduler.resume()
-        assert actor.trouble() is None
+        assert actor.look()[1] is None
 
         # A killed scheduler takes the server down: that is noticed, and another can be started.
         scheduler.kill()
@@ -114,13 +114,13 @@ def test_an_actor_starts_notices_death_restarts_and_leaves_nothing(model_path: P
         while server.is_alive() and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not server.is_alive()
-        assert "killed by signal" in (actor.trouble() or "")
+        assert "killed by signal" in (actor.look()[1] or "")
         assert "SIGQUIT" in server.log_tail()
         with pytest.raises(WeightSyncError, match="cannot be reached"):
             push_weights([first], load_float32(model_path).state_dict().items(), "1")
 
         assert actor.start() != first
-        assert actor.trouble() is None
+        assert actor.look()[1] is None
         more_members, more_files = remains_of(server)
     finally:
         actor.stop()

@@ -80,3 +80,13 @@ def test_where_all_are_out_all_are_tried() -> None:
     for url in (A, B):
         router.failed(url)
     assert ask(router, 1) in (A, B)
+
+
+def test_an_engine_that_is_gone_gets_nothing_and_a_new_one_does() -> None:
+    router = Router([A, B], slack=4)
+    with Busy(router) as busy:
+        assert [busy.start(1), busy.start(2), busy.start(3)] == [A, B, A]
+        router.use([B, C])
+        router.failed(A)  # its requests fail only now
+        assert [ask(router, prompt) for prompt in (4, 5)] == [C, C]
+        assert busy.start(1) == C  # A was nearer
