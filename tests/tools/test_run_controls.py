@@ -65,7 +65,7 @@ def test_all_runs_then_a_table_of_means_and_a_figure(stand_in, capsys):
         *("base-seed1", "base-seed2", "shuffled-seed1", "shuffled-seed2")
     ]
     page = (stand_in / "evidence.md").read_text()
-    assert "| the demo as it is | 2 | 0.10 -> 0.45 |" in page
+    assert "| the demo as it is | 2 | 0.10 -> 0.45 (0.40 to 0.50) |" in page
     assert page.startswith("before\n")
     assert page.endswith(f"{END}\nafter\n")
     assert "old" not in page

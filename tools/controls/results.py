@@ -71,7 +71,7 @@ def progress(runs: Sequence[Run], steps: int) -> Table:
 
 
 def markdown(controls: Sequence[Control], done: Sequence[Run]) -> str:
-    """The table for docs/evidence.md (means over seeds), and a sentence for each control."""
+    """The table for docs/evidence.md (means and ranges over seeds), and a sentence for each control."""
     heads = ["control", "seeds", *COLUMNS]
     lines = ["| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads))]
     sentences = []
@@ -91,10 +91,15 @@ def _flags(control: Control) -> str:
 
 
 def _before_after(summaries: Sequence[dict[str, Any]], column: str) -> str:
-    """`0.05 -> 0.78`, each a mean over the runs; `missing` where a run lacks the number."""
+    """`0.05 -> 0.78`, each a mean over the runs; `missing` where a run lacks the number.
+
+    Of several runs also the lowest and the highest number at the end: `0.05 -> 0.78 (0.74 to 0.81)`.
+    """
     part, key = COLUMNS[column]
     rows = [(summary["table"] if part == "table" else summary["hops"][part])[key] for summary in summaries]
-    return " -> ".join(_mean([row[when] for row in rows]) for when in ("before", "after"))
+    means = " -> ".join(_mean([row[when] for row in rows]) for when in ("before", "after"))
+    ends = [row["after"] for row in rows if row["after"] is not None]
+    return f"{means} ({min(ends):.2f} to {max(ends):.2f})" if len(ends) > 1 else means
 
 
 def _mean(values: Sequence[float | None]) -> str:
