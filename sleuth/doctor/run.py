@@ -224,6 +224,9 @@ class RunChecks:
 
     def search(self) -> Iterator[Finding]:
         """One real query."""
+        if not self.args.search_check:
+            yield ok("search", "not asked (--no-search-check)")
+            return
         modules = hook_modules(self.args)
         if not any(hasattr(module, "check_services") for module in modules):
             yield ok("search", "the hooks ask no service")

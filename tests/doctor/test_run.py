@@ -60,6 +60,11 @@ def test_a_fault_is_told_and_the_other_checks_go_on(
     assert "checkpoints: " in out
 
 
+def test_a_search_server_that_nobody_asks_for_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*FLAGS, "--search-url", "http://127.0.0.1:9/retrieve", "--no-search-check"])
+    assert "ok     search: not asked (--no-search-check)" in capsys.readouterr().out
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "python -m sleuth.doctor" in capsys.readouterr().out

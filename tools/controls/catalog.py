@@ -31,8 +31,8 @@ CONTROLS = (
         "shuffled",
         "rewards shuffled within each group",
         ("--dynamic-sampling-filter-path", f"{HOOKS}.shuffled_rewards"),
-        "Must not learn: seeds must end on both sides of the start, for chance alone moves the policy. If all rose, the "
-        "gain would come from training as such, not from who earned the reward.",
+        "Must not learn: seeds must end on both sides of the start, for chance alone moves the policy. If all rose, "
+        "the gain would come from training as such, not from who earned the reward.",
     ),
     Control(
         "format_reward",
