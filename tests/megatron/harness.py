@@ -354,6 +354,13 @@ def _as_given(samples: list[TrainSample], args: Any) -> list[TrainSample]:
     return [replace(sample, advantages=[]) for sample in samples] if args.kl_coef else samples
 
 
+def untimed(metrics: Any) -> Any:
+    """Metrics without those that are seconds, which no two runs share; what is no dictionary is passed on."""
+    if not isinstance(metrics, dict):
+        return metrics
+    return {name: value for name, value in metrics.items() if not name.startswith(("time/", "perf/"))}
+
+
 def gradients(trainer: Any) -> dict[str, torch.Tensor]:
     """This pipeline stage's, after clipping; {} under the distributed optimizer, where no rank has them whole."""
     if trainer.args.use_distributed_optimizer:

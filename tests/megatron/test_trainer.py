@@ -16,6 +16,7 @@ from tests.megatron.harness import (
     run_tasks,
     save_tiny_model,
     shares,
+    untimed,
 )
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900)]  # one fixture runs all cases
@@ -111,10 +112,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for world, tasks in ((1, one), (2, two)):
         found |= dict(zip(tasks, run_tasks(world, list(tasks.values())), strict=True))
     return found
-
-
-def untimed(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
 
 
 @pytest.mark.parametrize(("name", "layout"), COMPARED)
