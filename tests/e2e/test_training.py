@@ -107,17 +107,34 @@ def test_a_signal_stops_everything_and_keeps_the_last_checkpoint(tmp_path, flags
     assert (tmp_path / f"save/iter_{step:07d}/metadata.json").exists()
 
 
-def test_a_killed_engine_ends_the_run_and_is_named(tmp_path, flags):
-    with started_training([*flags, "--num-rollout", "100"]) as process:
+def test_a_killed_engine_is_started_again_and_a_second_time_ends_the_run(tmp_path, flags):
+    run_dir = tmp_path / "run"
+
+    def kill_engine():
+        next(p for p in processes_of(run_dir) if "sleuth.engine.launch" in p.cmdline()).kill()
+
+    def steps_done():
+        return len(metrics_of(run_dir))
+
+    with started_training([*flags, "--num-rollout", "1000", "--process-restarts", "1"]) as process:
         wait_until((tmp_path / "save/latest_checkpointed_iteration.txt").exists, "the first checkpoint")
-        leader = next(p for p in processes_of(tmp_path / "run") if "sleuth.engine.launch" in p.cmdline())
-        leader.kill()
+        next(p for p in processes_of(run_dir) if "RolloutActor" in p.name() + " ".join(p.cmdline())).kill()
+        before = steps_done()
+        wait_until(lambda: steps_done() > before + 1, "a step after the rollout process was killed")
+        kill_engine()
+        before = steps_done()
+        wait_until(lambda: steps_done() > before + 1, "a step after the engine was killed")
+        kill_engine()
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "error: EngineDiedError: engine 0: the engine at http://127.0.0.1:" in output
+    assert "the rollout process ended: killed, or out of memory" in output
     assert "was killed by signal 9; its log: " in output
+    assert "it is started again (1 of at most 1 times)" in output
+    assert "error: EngineDiedError: engine 0: the engine at http://127.0.0.1:" in output
+    assert "it may not be started again (--process-restarts)" in output
     assert "--load" in output
-    wait_until(lambda: not processes_of(tmp_path / "run"), "an end of all processes", seconds=20)
+    assert all(line["train/rollout_logprob_abs_diff"] < 1e-4 for line in metrics_of(run_dir))
+    wait_until(lambda: not processes_of(run_dir), "an end of all processes", seconds=20)
 
 
 def test_a_killed_driver_leaves_nothing_running(tmp_path, flags):
