@@ -104,6 +104,9 @@ def test_an_actor_starts_notices_death_restarts_and_leaves_nothing(model_path: P
         members, files = remains_of(server)
         scheduler = next(p for p in members if "scheduler" in " ".join(p.cmdline()))
         scheduler.suspend()
+        deadline = time.monotonic() + 30
+        while scheduler.status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+            time.sleep(0.1)  # a thread stops when it next gets the processor
         assert f"is stopped (SIGSTOP; `kill -CONT {scheduler.pid}` lets it go on)" in (actor.look()[1] or "")
         scheduler.resume()
         assert actor.look()[1] is None
