@@ -94,7 +94,7 @@ RUN = """
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts the batch script as Slurm does, with stand-ins; environment variables are keyword arguments."""
-    for name in ("slurm.sbatch", "ray_worker.sh"):
+    for name in ("slurm.sbatch", "ray_worker.sh", "count_gpus.sh"):
         (tmp_path / "scripts").mkdir(exist_ok=True)
         (tmp_path / "scripts" / name).write_text((ROOT / "scripts" / name).read_text())
     (tmp_path / "run_qwen2.5_3B.sh").write_text(RUN)

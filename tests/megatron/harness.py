@@ -339,11 +339,13 @@ def train_task(
     first = shares(trainer, one, samples, **plan)
     out["trained tokens"] = [_trained_tokens(batch, first[0], args) for batch in first[0].micro_batches]
     with mock.patch("sleuth.megatron.trainer.score", side_effect=score) as scored:
-        out["first"] = trainer.train(first)
+        out["first"] = untimed(trainer.train(first))
     out["passes"] = scored.call_count
     out["first gradients"] = gradients(trainer)
     three = args.model_copy(update={"global_batch_size": 4})
-    out["later"] = trainer.train(shares(trainer, three, _as_given(make_samples(sft=sft, seed=1), args), **plan))
+    out["later"] = untimed(
+        trainer.train(shares(trainer, three, _as_given(make_samples(sft=sft, seed=1), args), **plan))
+    )
     out["later gradients"] = gradients(trainer)
     out["weights"] = dict(trainer.hf_weights())
     return out
