@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace

@@ -217,10 +217,13 @@ def _devices(group: PlacementGroup, nodes: Sequence[str | None], on_gpu: bool) -
     )
     order = {i: (_address_order(ip), position, i) for i, (ip, _, position) in enumerate(found)}
     devices = [Device(i, *found[i][:2]) for i in sorted(order, key=order.__getitem__)]
-    if nodes[0] is None:
-        return devices
-    by_node = {node: (device for device in devices if device.node_ip == node) for node in set(nodes)}
-    return [next(by_node[node]) for node in nodes]
+    return devices if nodes[0] is None else _in_order(devices, nodes)
+
+
+def _in_order(devices: Sequence[Device], nodes: Sequence[str | None]) -> list[Device]:
+    """The devices so that the i-th lies on `nodes[i]`; those of one node stay in their order."""
+    left = {node: [device for device in devices if device.node_ip == node] for node in nodes}
+    return [left[node].pop(0) for node in nodes]
 
 
 def _address_order(address: str) -> int:

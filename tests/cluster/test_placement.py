@@ -15,7 +15,7 @@ import torch
 
 from sleuth.cluster import engines
 from sleuth.cluster.engines import engine_config
-from sleuth.cluster.placement import Device, Placement, _position
+from sleuth.cluster.placement import Device, Placement, _in_order, _position
 from sleuth.engine.devices import as_numbers, check_granted
 from sleuth.engine.server import server_args, server_environment
 from tests.flags import parse
@@ -115,6 +115,16 @@ def test_gpus_that_torch_does_not_see_end_the_run_before_an_actor_starts() -> No
 )
 def test_position_in_the_nodes_list(gpu: str | None, visible: str | None, position: int) -> None:
     assert _position(gpu, visible) == position
+
+
+@pytest.mark.parametrize("layout", ["aabb", "abab", "bbaa", "abba", "abcb"])
+def test_each_device_lies_on_the_node_that_the_layout_chose(layout: str) -> None:
+    devices = [Device(bundle, node, None) for bundle, node in enumerate(sorted(layout))]
+    placed = _in_order(devices, list(layout))
+    assert "".join(device.node_ip for device in placed) == layout
+    for node in layout:
+        bundles = [device.bundle for device in placed if device.node_ip == node]
+        assert bundles == [device.bundle for device in devices if device.node_ip == node]
 
 
 def test_servers_listen_on_the_network_only_where_other_nodes_ask_them() -> None:
