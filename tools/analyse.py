@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for other in evaluations[1:]:
             check_comparable(evaluations[0], other, options.allow)
         comparisons = list(compare(evaluations))
+        check_measure(comparisons, options.measure)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     console = Console()
@@ -61,12 +62,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     for comparison in comparisons:
         report(console, comparison, labels, options.measure, options.list)
     if options.changes:
+        options.changes.parent.mkdir(parents=True, exist_ok=True)
         options.changes.write_text(changes(comparisons, evaluations, labels, options.measure), encoding="utf-8")
         _say(console, f"changed questions with their trajectories: {options.changes}")
     if options.png:
         plot(comparisons, labels, options.png)
         _say(console, f"plot: {options.png}")
     return 0
+
+
+def check_measure(comparisons: Sequence[Comparison], measure: str) -> None:
+    """ValueError, with those that there are, if no evaluation has the measure."""
+    numbers = range(len(comparisons[0].parts))
+    known = {name for comparison in comparisons for number in numbers for name in comparison.measures(number)}
+    if measure not in known:
+        raise ValueError(f"--measure: expected one of {', '.join(sorted(known))}, found {measure}")
 
 
 def _say(console: Console, text: str) -> None:

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -228,7 +228,7 @@ def answer(plan: Plan, file: AnswerFile) -> dict[str, Any]:
         sys.stderr.write(f"going on: {file.finished} of {plan.answers} answers are in {file.path}\n")
     remove_leftovers()
     with searching(args) as args, evaluated_model(args, file.path) as args, serving(args) as (urls, servers):
-        plan = Plan(args, plan.tokenizer, plan.vocab_size, plan.rows, plan.settings)
+        plan = replace(plan, args=args)
         try:
             with progress(plan, file):
                 return asyncio.run(evaluate(plan, file, urls))
@@ -297,7 +297,12 @@ async def evaluate(plan: Plan, file: AnswerFile, urls: list[str]) -> dict[str, A
     args, started = plan.args, time.perf_counter()
     loop = GenerationLoop(args, load_hooks(args))
     evaluations: dict[str, Any] = {}
-    async with EngineClient(urls, max_concurrency=args.rollout_max_concurrency, vocab_size=plan.vocab_size) as client:
+    async with EngineClient(
+        urls,
+        max_concurrency=args.rollout_max_concurrency,
+        vocab_size=plan.vocab_size,
+        timeout=args.engine_timeout,
+    ) as client:
         with use_rollout_context(RolloutContext(client, plan.tokenizer, plan.vocab_size)):
             for name, rows in plan.rows.items():
                 for temperature in args.eval_temperature:

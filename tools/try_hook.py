@@ -201,7 +201,11 @@ async def run(trial: Trial, url: str | None) -> list[Outcome]:
         return await _run_with(trial, [ScriptedEngine(trial.tokenizer, turns) for turns in scripts])
     args = trial.args
     async with EngineClient(
-        [url], max_concurrency=args.rollout_max_concurrency, vocab_size=trial.vocab_size, attempts=1
+        [url],
+        max_concurrency=args.rollout_max_concurrency,
+        vocab_size=trial.vocab_size,
+        attempts=1,
+        timeout=args.engine_timeout,
     ) as client:
         await client.score([0])  # so that a wrong URL is not told once for each sample
         return await _run_with(trial, [client] * len(trial.rows))

@@ -153,7 +153,7 @@ def test_failed_trajectories_are_no_answers() -> None:
 
 
 def test_what_is_no_evaluation_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good = str(written("a", [[1]]))
+    good, other = str(written("a", [[1]])), str(written("b", [[0]]))
     (folder / "x.jsonl").write_text("{}\n")
     empty = str(written("empty", [[]]))
     for files, message in (
@@ -162,6 +162,7 @@ def test_what_is_no_evaluation_is_told(folder: Path, capsys: pytest.CaptureFixtu
         ([good, "x.jsonl"], "expected answers of tools/eval.py"),
         ([good, good], "expected 2 different labels, found a a"),
         ([good, empty], "empty.jsonl has none"),
+        ([good, other, "--measure", "accuracy"], "--measure: expected one of em, "),
     ):
         with pytest.raises(SystemExit) as end:
             main(files)

@@ -1,1 +1,1 @@
-"""The parts of tools/eval.py and tools/analyse.py: answers on disk, what they depend on, numbers, servers."""
+"""The parts of tools/eval.py and tools/analyse.py: the model, answers on disk, what they depend on, numbers."""
