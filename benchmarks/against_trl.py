@@ -22,18 +22,16 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 import venv
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.options import whole_number
+from tools.servers import retrieval_server
 
 ROOT = Path(__file__).resolve().parents[1]
 TRL = "trl==1.16.0"
-START_SECONDS = 60.0
 CORPUS = "data/demo/corpus.jsonl.gz"
 
 
@@ -49,25 +47,6 @@ def environment(folder: Path) -> Path:
     return python
 
 
-@contextmanager
-def retrieval_server(folder: Path) -> Iterator[str]:
-    """The URL of the demo's retrieval server, which runs within the block."""
-    url = folder / "url"
-    url.unlink(missing_ok=True)  # of a server before
-    command = [sys.executable, "local_dense_retriever/retrieval_server.py", "--corpus_path", CORPUS]
-    command += ["--retriever_name", "bm25", "--port", "0", "--url_file", str(url)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr) as server:
-        try:
-            deadline = time.monotonic() + START_SECONDS
-            while not (url.exists() and url.read_text()):
-                if server.poll() is not None or time.monotonic() > deadline:
-                    sys.exit(f"the retrieval server did not start within {START_SECONDS:.0f} s")
-                time.sleep(0.2)
-            yield f"{url.read_text().strip()}/retrieve"
-        finally:
-            server.terminate()
-
-
 def run_ours(options: argparse.Namespace, run_dir: Path) -> list[dict[str, Any]]:
     """The records of a run of the demo."""
     sizes = {"steps": options.steps, "seed": options.seed, "questions": options.questions, "run-dir": run_dir}
@@ -80,7 +59,7 @@ def run_trl(python: Path, run_dir: Path, folder: Path) -> dict[str, Any]:
     """What TRL's side wrote of itself, after a run with the settings of the one in `run_dir`."""
     output = folder / "trl.json"
     threads = str(os.cpu_count())
-    with retrieval_server(folder) as url:
+    with retrieval_server(ROOT / CORPUS) as url:
         command = [python, "-m", "benchmarks.trl.grpo", "--run-dir", run_dir, "--search-url", url, "--output", output]
         own = os.environ | {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         subprocess.run([*command, "--threads", threads], cwd=ROOT, check=True, env=own, stdout=sys.stderr)

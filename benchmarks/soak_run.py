@@ -30,8 +30,10 @@ from sleuth.checkpoints import saved_step
 
 FAULTS = [("kill", "everything"), *(("kill", part) for part in PARTS), *(("stop", part) for part in PARTS)]
 STOPPED_SECONDS = (2.0, 20.0)
+ENDS_THE_RUN = "trainer"
+"""The part without which a run ends. It starts an engine and the rollout actor again; its start brings a retriever."""
 MOST_SECONDS_TO_END = 600.0
-"""After a part was killed; beyond that all of the run is killed, and the fault counts as not noticed."""
+"""After that part was killed; beyond it all of the run is killed, and the fault counts as not noticed."""
 
 
 class Soak:
@@ -66,7 +68,6 @@ class Soak:
         victims = self.victims(part)
         if not victims:  # it has not started yet
             return
-        began = time.monotonic()
         if what == "stop":
             pause = self.random.uniform(*STOPPED_SECONDS)
             send(victims, signal.SIGSTOP)
@@ -78,11 +79,16 @@ class Soak:
             self.trial.kill_all()
         else:
             send(victims, signal.SIGKILL)
-            while self.trial.lives and time.monotonic() - began < MOST_SECONDS_TO_END:
-                if part == "retriever" and not self.trial.retriever_lives and time.monotonic() - began > 10:
-                    break  # searches are tried again for a while: the run is watched by the loop above
-                time.sleep(0.2)
-        self.note(what, part, seconds=round(time.monotonic() - began, 1), noticed=not self.trial.lives)
+        self.note(what, part, **(self.wait_for_the_end() if part == ENDS_THE_RUN else {}))
+
+    def wait_for_the_end(self) -> dict[str, Any]:
+        """How long the run took to end, and whether it did so by itself."""
+        began = time.monotonic()
+        while self.trial.lives and time.monotonic() - began < MOST_SECONDS_TO_END:
+            time.sleep(0.2)
+        noticed = not self.trial.lives
+        self.trial.kill_all()
+        return {"seconds": round(time.monotonic() - began, 1), "noticed": noticed}
 
     def victims(self, part: str) -> list[psutil.Process]:
         if part == "retriever":

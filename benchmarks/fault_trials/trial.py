@@ -13,8 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -213,15 +212,6 @@ class Trial:
         if code := self.end():
             raise TrialError(f"the training to compare with ended with {code}: {output.read_text()[-600:]}")
         return same(content(self.save, self.steps), content(again, self.steps))
-
-
-@contextmanager
-def trial(folder: Path, **settings: int) -> Iterator[Trial]:
-    made = Trial(folder, **settings)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def end_on_term() -> None:

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from benchmarks import faults
+from benchmarks import faults, soak_run
 from benchmarks.fault_trials import rows
 from benchmarks.fault_trials.trial import ROOT, Trial, TrialError, same
 from sleuth.arguments import parse_args
@@ -109,3 +110,40 @@ def test_what_is_seen_of_a_run_that_is_not_there_yet(tmp_path: Path) -> None:
     trial.output_file.write_text(f"resumed from step 2 of {trial.save}\nend\n")
     assert trial.resumed() == "resumed from step 2 of SAVE; 7 samples from the journal"
     assert trial.last_words() == "end"
+
+
+class Run:
+    """What a soak sees of a run: one process of each part, and whether the run lives."""
+
+    def __init__(self, lives: bool) -> None:
+        self.lives, self.process, self.killed = lives, None, 0
+
+    def processes(self, log: str) -> list[Any]:
+        return [psutil.Process()]
+
+    def kill_all(self) -> None:
+        self.lives, self.killed = False, self.killed + 1
+
+
+@pytest.mark.parametrize(
+    ("part", "lives", "event", "killed"),
+    [
+        ("engine", True, {}, 0),  # the run starts it again
+        ("rollout actor", True, {}, 0),
+        ("trainer", False, {"noticed": True}, 1),
+        ("trainer", True, {"noticed": False}, 1),
+        ("everything", True, {}, 1),
+    ],
+)
+def test_a_soak_waits_only_for_a_run_that_has_to_end(
+    part: str, lives: bool, event: dict[str, bool], killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(soak_run, "send", lambda victims, number: None)
+    monkeypatch.setattr(soak_run, "MOST_SECONDS_TO_END", 0.0)
+    run: Any = Run(lives)
+    soak = soak_run.Soak(run, 1, 90.0, tmp_path / "soak.jsonl")
+    soak.disturb("kill", part)
+    (found,) = soak.events
+    assert (found["what"], found["part"]) == ("kill", part)
+    assert {name: value for name, value in found.items() if name == "noticed"} == event
+    assert run.killed == killed
