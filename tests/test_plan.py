@@ -56,7 +56,7 @@ def test_colocated_engines_are_named_beside_the_ranks(capsys: pytest.CaptureFixt
     ("flags", "message"),
     [
         (("--cluster", "6x3", "--colocate"), "expected the 4 tensor-parallel ranks of the trainer on one node"),
-        (("--cluster", "1x8", "--colocate"), "the run needs 16 devices, and free are 8 on node 0"),
+        (("--cluster", "1x8", "--colocate"), "expected 16 free devices, found 8 on node 0"),
         (("--cluster", "4*8", "--colocate"), "expected NODESxGPUS, such as 4x8"),
     ],
 )

@@ -68,7 +68,10 @@ def lay_out(args: LayoutArgs, free: Mapping[str, int]) -> list[str]:
     lie on several nodes.
     """
     if sum(free.values()) < args.total_gpus:
-        raise LayoutError(f"the run needs {args.total_gpus} devices, and free are {_listed(free)}")
+        raise LayoutError(
+            f"expected {args.total_gpus} free devices, found {_listed(free)}; lower --actor-num-nodes, "
+            "--actor-num-gpus-per-node or --rollout-num-gpus, or add nodes"
+        )
     left = dict(sorted(free.items(), key=lambda item: -item[1]))
     nodes: list[str] = []
     for unit in _units(args):

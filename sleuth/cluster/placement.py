@@ -132,8 +132,8 @@ class Placement:
 def place(args: Args) -> Placement:
     """Reserve the devices.
 
-    Raises RuntimeError when the cluster does not have them; ValueError where what must share a node cannot, or where
-    Ray grants GPUs that its processes cannot use, or not in this way.
+    Raises RuntimeError when a cluster of one node does not have them; LayoutError when one of several does not, or what
+    must share a node cannot; ValueError where Ray grants GPUs that its processes cannot use.
     """
     trainer, count = args.actor_world_size if args.trains else 0, args.total_gpus
     engines = args.num_engines * args.rollout_num_gpus_per_engine

@@ -67,7 +67,7 @@ def test_an_engine_on_two_nodes_is_refused() -> None:
 
 
 def test_too_few_devices_are_told_by_node() -> None:
-    with pytest.raises(LayoutError, match=r"needs 5 devices, and free are 2 on a, 1 on b"):
+    with pytest.raises(LayoutError, match=r"expected 5 free devices, found 2 on a, 1 on b; lower"):
         lay_out(run((1, 5)), {"a": 2, "b": 1})
 
 
