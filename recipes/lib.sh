@@ -17,7 +17,8 @@ recipe() {
     export WANDB_GROUP="${WANDB_GROUP:-$1-$MODEL}"
 }
 
-# The search conversation by tool calls, on bare questions; docs/tools.md. $1: a YAML file of recipes/, or nothing.
+# The search conversation by tool calls, on bare questions; docs/tools.md. $1: a YAML file of recipes/, or nothing. $2: the
+# function of generate_with_tools.py that gives the reward [reward_func].
 with_tools() {
     RECIPE_ARGS+=(
         --custom-generate-function-path generate_with_tools.generate

@@ -2,8 +2,8 @@
 
     alarms([{"reward/mean": 0.1, ...}, {"reward/mean": 0.2, ...}])      the steps in order; {} where all is well
 
-Means over WINDOW steps are compared, so that the noise of single steps raises no alarm, and none is raised before there
-are two windows. `step_warnings` looks at a single step.
+Means over WINDOW steps are looked at, so that the noise of single steps raises no alarm. Where they are compared with
+those before, none is raised before there are two windows. `step_warnings` looks at a single step.
 """
 
 from __future__ import annotations

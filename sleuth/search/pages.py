@@ -82,9 +82,8 @@ async def read_page(link: str, question: str, *, proxy: str | None = None, secon
     readers = await shared(PageReaders)
     await readers.ready()
     async with places:
-        clock = asyncio.timeout(seconds)
         try:
-            async with clock:
+            async with asyncio.timeout(seconds):
                 page = await fetch_page(session, link, proxy)
                 text = None if page is None else await readers.relevant(page, question)
         except TimeoutError:

@@ -59,10 +59,11 @@ def _name(hook: Hook) -> str:
 
 
 def _generate_hook(hook: Hook) -> Hook:
-    told: list[str] = []
+    told = False
     takes_evaluation = "evaluation" in inspect.signature(hook).parameters
 
     async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+        nonlocal told
         limit = getattr(args, "rollout_max_context_len", None)
         calls = Trajectory(limit)
         given = as_slime(sample, with_response=False)
@@ -74,10 +75,10 @@ def _generate_hook(hook: Hook) -> Hook:
             trajectory.reset(token)
         if not isinstance(filled, SlimeSample):
             raise ValueError(f"expected one Sample, found {type(filled).__name__}; one prompt makes one sample here")
-        if warning := await fill(sample, filled, calls, limit):
-            if not told:
-                logger.warning("generate hook %s: %s Told once.", _name(hook), warning)
-            told.append(warning)
+        warning = await fill(sample, filled, calls, limit)
+        if warning and not told:
+            told = True
+            logger.warning("generate hook %s: %s This is told once.", _name(hook), warning)
         _latest.set((sample, filled))
         return sample
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 ROUTER_HOST, ROUTER_PORT = "engines.sleuth.invalid", 80
 DEFAULT_NEW_TOKENS = 128  # as SGLang's
 RETRIES = 5
-"""Of a request to another server, whatever a hook asks for."""
+"""Of a request to another server at most, even where a hook asks for more."""
 
 SLIME_NAMES: dict[str, Any] = {
     "sglang_router_ip": ROUTER_HOST,
