@@ -255,6 +255,10 @@ if [[ "${SUBMIT:-1}" == 0 ]]; then
 fi
 
 if [[ -z "${RAY_ADDRESS:-}" ]]; then
+    if ((NUM_NODES > 1)) && [[ -z "${MASTER_ADDR:-}" ]]; then
+        echo "MASTER_ADDR: expected this node's address, at which the other nodes join, found none; set it" >&2
+        exit 2
+    fi
     DEVICES=(--num-gpus "$NUM_GPUS")
     if [[ "${ALLOW_CPU:-0}" == 1 ]]; then
         cores="$(nproc)" # each slot is a rank or an engine: more of them than cores take turns

@@ -7,6 +7,7 @@
 #   RAY_PORT         6379              of its Ray head
 #   RAY_AUTH_TOKEN   that of the head  the script prints it, unless it was set there, too
 #   NODE_ADDRESS     this node's own   set it if the node has several networks
+#   WAIT_SECONDS     600               how long to wait for the Ray head
 #   NUM_GPUS         8, or as many as CUDA_VISIBLE_DEVICES names
 #   PYTHON           .venv-gpu/bin/python, else .venv/bin/python
 set -euo pipefail

@@ -343,6 +343,13 @@ def test_within_a_job_the_script_is_the_run(checkout: Path):
     assert "--actor-num-nodes 2 --actor-num-gpus-per-node 8 --rollout-num-gpus 16" in started
 
 
+def test_the_head_of_several_nodes_needs_an_address(checkout: Path):
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        planned_with(checkout, "", DRY_RUN="0", NUM_NODES="2", RUN_DIR=str(checkout / "run"))
+    assert caught.value.returncode == 2
+    assert "MASTER_ADDR: expected this node's address, at which the other nodes join, found none" in caught.value.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this torch sees GPUs")
 def test_a_start_where_torch_sees_no_gpu_is_refused(stand_in_python: Path, tmp_path: Path):
     result = dry_run(DRY_RUN="0", RUN_DIR=str(tmp_path / "run"), PYTHON=str(stand_in_python))
