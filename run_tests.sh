@@ -18,4 +18,12 @@ echo "== ruff"
 echo "== mypy"
 .venv/bin/mypy
 echo "== pytest"
-.venv/bin/python -m pytest "$@"
+if (($#)); then
+    exec .venv/bin/python -m pytest "$@"
+fi
+# What starts a server or a trainer uses all cores by itself; the rest does not.
+HEAVY="engine or megatron or e2e"
+status=0
+.venv/bin/python -m pytest -m "not ($HEAVY)" --numprocesses 2 --dist loadfile || status=$?
+.venv/bin/python -m pytest -m "$HEAVY" || status=$?
+exit "$status"
