@@ -86,9 +86,12 @@ def hf_to_torch_dist(
         weights.check(source.describe)
         try:
             found = Checkpoints(model, None, StreamedSave(model, weights.values(read))).save(save, 0, {})
-        except OSError as error:
+        except OSError:
             _remove_if_empty(save)
-            raise (refused[0] if refused else error) from error  # a save takes every error for one of the disk
+            if not refused:
+                raise
+        if refused:  # a save takes every error for one of the disk
+            raise refused[0]
         try:
             if check:
                 _check_equal(model, hf_checkpoint, found)

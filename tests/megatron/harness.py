@@ -306,11 +306,6 @@ def new_trainer(args: Args) -> Any:
     from sleuth.megatron.trainer import Trainer
 
     parallel_state.destroy_model_parallel()
-    if torch.distributed.is_initialized():
-        # Megatron only forgets its groups, and each thread of gloo that is left wakes a hundred times a second.
-        for group in list(torch.distributed.distributed_c10d._world.pg_map):
-            if group is not torch.distributed.group.WORLD:
-                torch.distributed.destroy_process_group(group)
     return Trainer(args)
 
 

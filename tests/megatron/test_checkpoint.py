@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
-import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +18,6 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from sleuth.checkpoints import find_checkpoint, resuming_problem
 from sleuth.manifest import content_problems, read_manifest
 from sleuth.megatron.background_write import BackgroundWrite
 from sleuth.megatron.convert import hf_to_torch_dist
@@ -181,43 +177,6 @@ def robust_task(rank: int, world: int, folder: str, save: str) -> dict[str, Any]
 def save_and_wait(trainer: Any, step: int, state: dict[str, Any]) -> None:
     trainer.save(step, state)
     trainer.finish_save()
-
-
-def ruin_task(rank: int, world: int, folder: str, save: str) -> dict[str, Any]:
-    """A checkpoint that training goes on from, one whose weights ruin the next loss, and weights that are not saved."""
-    args = make_args(folder, world, save=save, save_keep=1)
-    trainer, place = new_trainer(args), Path(save)
-
-    def train() -> str:
-        try:
-            trainer.train(shares(trainer, args, make_samples()))
-        except FloatingPointError as error:
-            return str(error)
-        return ""
-
-    def place_of(value: float) -> None:
-        with torch.no_grad():
-            for chunk in trainer.chunks:
-                dict(chunk.named_parameters())["decoder.final_layernorm.weight"].fill_(value)
-
-    out: dict[str, Any] = {"first": train()}
-    save_and_wait(trainer, 1, {})
-    out["first"] += train()
-    place_of(3e38)  # finite, and yet no logit is
-    save_and_wait(trainer, 2, {})
-    out["kept"] = sorted(path.name for path in place.glob("iter_*"))
-    out["second"] = train()
-    torch.distributed.barrier()  # the first rank writes the tracker
-    out["tracker"] = (place / "latest_checkpointed_iteration.txt").read_text()
-    resumed = new_trainer(make_args(folder, world, save=save, load=save))
-    out["resumed"] = resumed.steps_done
-    place_of(float("nan"))
-    try:
-        save_and_wait(trainer, 3, {})
-    except FloatingPointError as error:
-        out["third"] = str(error)
-    out["after"] = sorted(path.name for path in place.glob("*iter_*"))
-    return out
 
 
 FAILURES = [
@@ -391,42 +350,6 @@ def test_one_rank_that_cannot_write_is_an_error_of_all(folders: dict[str, str], 
         assert out["next"] == f"iter_0000003 {tracker}"
 
 
-KILLS = {
-    "while files are written": "sleuth.megatron.background_write.BackgroundWrite._run",
-    "before the folder is complete": "sleuth.megatron.checkpoint.follow_umask",
-    "before it takes its place": "sleuth.checkpoints._sync_to_disk",
-    "before the tracker names it": "sleuth.checkpoints._write_text",
-}
-
-
-def killed(folder: str, save: str, target: str, port: int) -> None:
-    """Save step 1, begin to save step 2, and be killed when `target` is called."""
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    trainer = new_trainer(make_args(folder, save=save))
-    save_and_wait(trainer, 1, STATE)
-    with mock.patch(target, side_effect=lambda *args: os.kill(os.getpid(), signal.SIGKILL)):
-        save_and_wait(trainer, 2, STATE)
-
-
-def test_a_kill_at_any_moment_leaves_the_last_checkpoint(tmp_path: Path, folders: dict[str, str]) -> None:
-    context = multiprocessing.get_context("spawn")
-    processes = []
-    for number, target in enumerate(KILLS.values()):
-        save = str(tmp_path / str(number))
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-        processes.append(context.Process(target=killed, args=(folders["model"], save, target, port)))
-        processes[-1].start()
-    for number, process in enumerate(processes):
-        process.join(300)
-        assert process.exitcode == -signal.SIGKILL
-        found = find_checkpoint(tmp_path / str(number))
-        assert found == tmp_path / str(number) / "iter_0000001"
-        assert resuming_problem(found, distributed=False) is None
-        assert len(list((tmp_path / str(number)).iterdir())) == 3  # the second one, of whatever name, is there in part
-
-
 @pytest.mark.parametrize(
     ("name", "source"),
     [
@@ -512,22 +435,6 @@ def test_left_overs_are_removed_and_the_latest_are_kept(results: dict[str, Any])
     assert out["after left-over"] == (["iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt"], "2")
     assert out["again"] == {"n": "again"}
     assert out["after pruning"] == (["iter_0000003", "iter_0000004", "latest_checkpointed_iteration.txt"], "4")
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_ruined_checkpoint_is_not_gone_on_from(
-    world: int, folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    save = str(tmp_path_factory.mktemp("ruin") / "save")
-    for found in run_tasks(world, [Task(ruin_task, {"folder": folders["model"], "save": save})])[0]:
-        assert found["first"] == ""
-        assert found["kept"] == ["iter_0000001", "iter_0000002"]  # with --save-keep 1: the good one is kept besides
-        assert "The checkpoint of step 2 in" in found["second"]
-        assert "now goes on from iter_0000001, the newest that training has gone on from" in found["second"]
-        assert found["tracker"] == "1"
-        assert found["resumed"] == 1
-        assert "NaN or infinite values in decoder.final_layernorm.weight; they are not saved" in found["third"]
-        assert found["after"] == ["iter_0000001", "iter_0000002"]
 
 
 def test_a_disk_that_is_too_small_is_an_error_before_writing(results: dict[str, Any]) -> None:

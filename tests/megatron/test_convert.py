@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,17 +23,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import sleuth.megatron  # noqa: F401  (before megatron)
-from sleuth.arguments import ModelArgs
 from sleuth.arguments.hf_config import Llama3Scaling
 from sleuth.megatron import convert, probe, weights
 from sleuth.megatron.attention import rotary_frequencies
 from sleuth.megatron.checkpoint import load_weights
-from sleuth.megatron.convert import hf_to_torch_dist, torch_dist_to_hf, write_hf_folder
+from sleuth.megatron.convert import hf_to_torch_dist, torch_dist_to_hf
 from sleuth.megatron.model import ModelShape, RMSNorm, layer_spec
 from tests.megatron.harness import Task, run_tasks
 from tests.tiny_models import Kind, make_tiny_model
-from tools import convert_hf_to_torch_dist as to_torch_dist
-from tools import convert_torch_dist_to_hf as to_hf
 
 LLAMA_3 = {
     "rope_type": "llama3",
@@ -340,177 +335,6 @@ def assert_same_tensors(found: Path, expected: Path) -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
-# --- the check after a conversion
-
-
-def test_a_conversion_that_went_wrong_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_tiny_model(tmp_path / "model", "qwen2")
-    hf_to_torch_dist(model, tmp_path / "right")
-    merge = weights._merge_qkv
-    monkeypatch.setattr(weights, "_merge_qkv", lambda whole, groups: merge([whole[0], whole[2], whole[1]], groups))
-    with pytest.raises(ValueError, match=r"a logit differs by \S+, expected at most \S+ \(0\.001 of the largest"):
-        hf_to_torch_dist(model, tmp_path / "dist")
-    assert not (tmp_path / "dist").exists()
-    hf_to_torch_dist(model, tmp_path / "dist", check=False)
-    monkeypatch.setattr(weights, "_merge_qkv", merge)
-    split = weights._split_qkv
-    monkeypatch.setattr(weights, "_split_qkv", lambda merged, shape: [split(merged, shape)[i] for i in (0, 2, 1)])
-    with pytest.raises(ValueError, match="a logit differs"):
-        torch_dist_to_hf(tmp_path / "right", model, tmp_path / "back")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dist", "model", "right"]
-
-
-def test_a_weight_that_is_refused_is_no_trouble_of_the_disk(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", "qwen2")
-    tensors = load_file(model / "model.safetensors")
-    tensors["model.norm.weight"][0] = float("nan")
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"model\.norm\.weight in model\.safetensors holds NaN") as caught:
-        hf_to_torch_dist(model, tmp_path / "dist")
-    assert "are free there" not in str(caught.value)
-    assert not (tmp_path / "dist").exists()
-
-
-def test_a_place_that_cannot_be_written_to_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_tiny_model(tmp_path / "model", "qwen2")
-    (tmp_path / "file").touch()
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    for place in ("file", "file/below"):
-        with pytest.raises(ValueError, match=r"--save: expected a folder that can be written, found .*/file; choose"):
-            hf_to_torch_dist(model, tmp_path / place)
-        with pytest.raises(ValueError, match=r"--save: expected a folder that can be written, found .*/file; choose"):
-            torch_dist_to_hf(tmp_path / "dist", model, tmp_path / place)
-    with pytest.raises(ValueError, match="is the folder of --hf-checkpoint"):
-        hf_to_torch_dist(model, tmp_path / "here" / ".." / "model")
-    with pytest.raises(ValueError, match="is the folder that this was started in"):
-        torch_dist_to_hf(tmp_path / "dist", model, Path())
-
-
-def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", "qwen2")
-    (tmp_path / "disk" / "empty").mkdir(parents=True)
-    for place in ("empty", "absent"):
-        (tmp_path / place).symlink_to(tmp_path / "disk" / place)
-        write_hf_folder({"a": torch.ones(3)}.items(), model, tmp_path / place, "float32")
-        assert (tmp_path / place).is_symlink()
-        assert (tmp_path / "disk" / place / "model.safetensors").is_file()
-
-
-def test_what_does_not_fit_into_memory_is_not_checked_and_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = make_tiny_model(tmp_path / "model", "qwen2")
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10**6))
-    hf_to_torch_dist(model, tmp_path / "dist")
-    assert "not checked: 0.0 billion parameters in float32 do not fit" in caplog.text
-
-
-def test_not_a_number_is_a_difference() -> None:
-    with pytest.raises(ValueError, match="differs by nan"):
-        probe.compare(torch.tensor([[float("nan")]]), torch.ones(1, 1))
-
-
-# --- what lies on the disk afterwards
-
-
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
-def test_files_have_the_mode_that_the_umask_gives(tmp_path: Path, umask: int, mode: int) -> None:
-    model = make_tiny_model(tmp_path / "model", "qwen2")
-    before = os.umask(umask)
-    try:
-        write_hf_folder({"a": torch.ones(3)}.items(), model, tmp_path / "new", "float32")
-    finally:
-        os.umask(before)
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()}
-    assert "model.safetensors" in modes
-    assert set(modes.values()) == {mode}
-
-
-def test_weights_that_are_not_finite_are_named_and_not_written(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", "qwen2")
-    tensors = {"a": torch.ones(3), "b": torch.tensor([1.0, float("nan")])}
-    with pytest.raises(ValueError, match="found NaN or infinite values in b"):
-        write_hf_folder(tensors.items(), model, tmp_path / "new", "float32")
-    assert not (tmp_path / "new").exists()
-
-
-def test_an_export_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
-    model, save = make_tiny_model(tmp_path / "model", "qwen2"), tmp_path / "new"
-
-    def write(value: float, *, fail: bool = False, **options: Any) -> None:
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            for index in range(4):
-                yield f"t{index}", torch.full((3,), value)
-            if fail:
-                raise ValueError("no more")
-
-        write_hf_folder(tensors(), model, save, "float32", shard_bytes=12, **options)
-
-    def held() -> float:
-        return float(load_file(save / "model-00004-of-00004.safetensors")["t3"][0])
-
-    with pytest.raises(ValueError, match="no more"):
-        write(1.0, fail=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
-    write(1.0)
-    with pytest.raises(OSError, match="not empty"):
-        write(2.0)
-    with pytest.raises(ValueError, match="no more"):
-        write(2.0, replace=True, fail=True)
-    assert held() == 1.0
-    child = os.fork()
-    if child == 0:  # a kill in the middle
-        write(3.0, replace=True, verify=lambda folder: os._exit(9))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert held() == 1.0
-    write(4.0, replace=True)
-    assert held() == 4.0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "new"]
-
-
-MEASURE = """
-import sys, threading, time
-from pathlib import Path
-from sleuth.megatron import streaming
-from sleuth.megatron.convert import hf_to_torch_dist, torch_dist_to_hf
-
-streaming.PIECE_BYTES = 30_000_000
-
-def anonymous():
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
-
-def watch():
-    while True:
-        peak[0] = max(peak[0], anonymous())
-        time.sleep(0.002)
-
-root = Path(sys.argv[1])
-before = anonymous()
-peak = [before]
-threading.Thread(target=watch, daemon=True).start()
-hf_to_torch_dist(root / "model", root / "dist", check=False)
-there = peak[0] - before
-torch_dist_to_hf(root / "dist", root / "model", root / "back", check=False, shard_bytes=20_000_000)
-print(there, peak[0] - before)
-"""
-
-
-def test_no_more_than_a_piece_is_in_memory(tmp_path: Path) -> None:
-    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16, "vocab_size": 4096}
-    model = make_tiny_model(tmp_path / "model", "llama", **wide)
-    size = (model / "model.safetensors").stat().st_size
-    assert size > 250e6
-    result = subprocess.run([sys.executable, "-c", MEASURE, tmp_path], capture_output=True, text=True, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    there, back = map(int, result.stdout.split())
-    assert there < 0.25 * size  # a tensor
-    assert back < 0.6 * size  # what is read at once, and a file
-
-
-# --- bad input
-
-
 def test_the_precision_may_change_on_loading(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", "qwen2")
     hf_to_torch_dist(model, tmp_path / "dist", dtype="bfloat16")
@@ -519,123 +343,6 @@ def test_the_precision_may_change_on_loading(tmp_path: Path) -> None:
     for name, tensor in found.items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, expected[name].bfloat16().float()), name
-
-
-def test_large_models_are_written_in_several_files(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", "qwen2")
-    hf_to_torch_dist(model, tmp_path / "dist")
-    torch_dist_to_hf(tmp_path / "dist", model, tmp_path / "back", shard_bytes=100_000)
-    assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 2
-    # A folder of several files is a source too.
-    hf_to_torch_dist(tmp_path / "back", tmp_path / "again")
-    expected, found = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (model, tmp_path / "back"))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", "qwen2")
-    with pytest.raises(ValueError, match=r"config\.json, found none at"):
-        hf_to_torch_dist(tmp_path / "missing", tmp_path / "dist")
-    with pytest.raises(ValueError, match=r"--num-layers: the flag says 36, the config.json of .* says 2"):
-        hf_to_torch_dist(model, tmp_path / "dist", flags=ModelArgs(num_layers=36))
-    hf_to_torch_dist(model, tmp_path / "dist")
-    with pytest.raises(ValueError, match="holds a checkpoint already"):
-        hf_to_torch_dist(model, tmp_path / "dist")
-    with pytest.raises(ValueError, match=r"expected the checkpoint .*iter_0000007"):
-        torch_dist_to_hf(tmp_path / "dist", model, tmp_path / "back", iteration=7)
-    with pytest.raises(ValueError, match="is not empty"):
-        torch_dist_to_hf(tmp_path / "dist", model, model)
-    with pytest.raises(ValueError, match=r"found no latest_checkpointed_iteration"):
-        torch_dist_to_hf(tmp_path, model, tmp_path / "back")
-    assert not (tmp_path / "back").exists()
-
-
-def test_a_tensor_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", "qwen2")
-    hf_to_torch_dist(model, tmp_path / "dist")
-    other = make_tiny_model(tmp_path / "other", "qwen2", vocab_size=640)
-    with pytest.raises(
-        ValueError, match=r"embedding.word_embeddings.weight .* has shape \[512, 64\], expected \[640, 64\]"
-    ):
-        torch_dist_to_hf(tmp_path / "dist", other, tmp_path / "back")
-
-    weights = load_file(model / "model.safetensors")
-    weights["lm_head.weight"] = weights["lm_head.weight"][:500].clone()
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lm_head.weight \[500, 64\] does not fit"):
-        hf_to_torch_dist(model, tmp_path / "again")
-    del weights["model.norm.weight"]
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"expected tensor model.norm.weight"):
-        hf_to_torch_dist(model, tmp_path / "again")
-
-
-def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_tiny_model(tmp_path / "model", "qwen2")
-    hf_to_torch_dist(model, tmp_path / "dist")
-    usage = type("Usage", (), {"free": 10})
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    with pytest.raises(OSError, match="GB free"):
-        torch_dist_to_hf(tmp_path / "dist", model, tmp_path / "back")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dist", "model"]
-
-
-def damage(path: Path, keep: int) -> None:
-    path.write_bytes(path.read_bytes()[:keep])
-
-
-BAD_MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "cut short": (lambda model: damage(model / "model.safetensors", 5000), "model.safetensors is cut short or damaged"),
-    "empty": (lambda model: damage(model / "model.safetensors", 0), "model.safetensors is empty; download it again"),
-    "pickles": (
-        lambda model: (model / "model.safetensors").rename(model / "pytorch_model.bin"),
-        "pytorch_model.bin; write safetensors with `python -c",
-    ),
-    "empty config": (lambda model: damage(model / "config.json", 0), "config.json: expected a JSON object, found an"),
-    "half a config": (
-        lambda model: damage(model / "config.json", 90),
-        "config.json: expected a JSON object, found no",
-    ),
-    "no config": (lambda model: (model / "config.json").unlink(), "expected a model's folder with config.json"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_MODELS)
-def test_a_bad_model_is_one_line(tmp_path: Path, name: str) -> None:
-    spoil, message = BAD_MODELS[name]
-    model = make_tiny_model(tmp_path / "model", "qwen2")
-    spoil(model)
-    for tool, words in ((to_torch_dist, []), (to_hf, ["--load", str(tmp_path / "dist")])):
-        if tool is to_hf and "config" not in name:
-            continue  # it reads no weights of the model
-        with pytest.raises(SystemExit) as caught:
-            tool.main(["--hf-checkpoint", str(model), "--save", str(tmp_path / "new"), *words])
-        assert str(caught.value.code).startswith("error: ")
-        assert message in str(caught.value.code)
-        assert "\n" not in str(caught.value.code)
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("pattern", [".metadata", "*.distcp", "metadata.json", "common.pt"])
-@pytest.mark.parametrize("keep", [None, 0, 100])
-def test_a_damaged_checkpoint_is_an_error(tmp_path: Path, pattern: str, keep: int | None) -> None:
-    model = make_tiny_model(tmp_path / "model", "qwen2")
-    found = hf_to_torch_dist(model, tmp_path / "dist", check=False)
-    (path,) = found.glob(pattern)
-    path.unlink() if keep is None else damage(path, keep)
-    with pytest.raises(SystemExit) as caught:
-        to_hf.main(["--load", str(found.parent), "--hf-checkpoint", str(model), "--save", str(tmp_path / "new")])
-    assert str(caught.value.code).startswith("error: ")
-    assert str(found) in str(caught.value.code)
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_reference_of_another_shape_is_refused(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", "qwen2")
-    other = make_tiny_model(tmp_path / "other", "qwen2", num_hidden_layers=3, rms_norm_eps=1e-5)
-    map_of_model = SimpleNamespace(shape=ModelShape.from_hf(model))
-    with pytest.raises(ValueError, match=r"num_layers is 3, expected 2, norm_epsilon is 1e-05, expected 1e-06"):
-        weights.load_hf_weights(map_of_model, other)  # type: ignore[arg-type]
 
 
 def test_the_commands_fail_with_one_line(tmp_path: Path) -> None:
