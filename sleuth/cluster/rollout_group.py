@@ -46,7 +46,7 @@ ROLLOUT = Wait("rollout", tells_time=False)
 
 @dataclass(frozen=True, slots=True)
 class StepRefs:
-    """References to the data of one step in Ray's object store, and the step's metrics.
+    """References to the data of one step in Ray's object store, the step's metrics, and the rollout's state after it.
 
     `shards[data-parallel rank]` refers to the list[OptimizerStepBatch] of that rank. The rollout actor owns the
     objects: they exist as long as it runs and someone holds the references.
@@ -54,6 +54,7 @@ class StepRefs:
 
     shards: list[ray.ObjectRef]
     metrics: dict[str, float]
+    state: dict[str, Any]
 
 
 def make_manager(args: Args, run_dir: Path) -> RolloutManager | SupervisedManager | ReplayManager:
@@ -96,16 +97,15 @@ class RolloutActor:
 
     def generate(self, step: int) -> StepRefs:
         data = self.manager.generate(step)
-        return StepRefs([ray.put(shard) for shard in data.shards], data.metrics | process_memory("rollout"))
+        shards = [ray.put(shard) for shard in data.shards]
+        # The state comes along: a process that took this one's place would say how it was before the step.
+        return StepRefs(shards, data.metrics | process_memory("rollout"), self.manager.state_dict())
 
     def evaluate(self, step: int) -> dict[str, float]:
         return self.manager.evaluate(step)
 
     def probe_engines(self) -> list[list[float]]:
         return self.manager.probe_engines()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.manager.state_dict()
 
 
 class RolloutGroup:
@@ -153,7 +153,7 @@ class RolloutGroup:
             self.waiter.prefix = f"step {step}: "
             self.turn_to(Turn.GENERATE)
             data: StepRefs = self._ask("generate", step, wait=ROLLOUT, meanwhile=self._tend)
-            self._state = self._ask("state_dict", wait=Wait("asking for the rollout's state"))
+            self._state = data.state
             data.metrics.update(self.engines.memory())
             return data
 

@@ -96,7 +96,7 @@ class Machine:
         assert self.engine_weights is not None, "generated with weights that were lost"
         self.flushed, self.pending = False, 1  # a request that nobody waits for may be left
         self.note("engine: generate")
-        return StepRefs([], {})
+        return StepRefs([], {}, {})
 
     def probe(self) -> list[list[float]]:
         self.generate()

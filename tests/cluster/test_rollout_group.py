@@ -28,7 +28,7 @@ class ScriptedRollout(RolloutActor):
         self.manager: Any = self
 
     def make(self, step: int) -> StepRefs:
-        self.manager = SimpleNamespace(generate=self.data)
+        self.manager = SimpleNamespace(generate=self.data, state_dict=lambda: {"step": step})
         return self.generate(step)
 
     def data(self, step: int) -> StepData:
@@ -62,6 +62,7 @@ def test_ranks_take_their_shares_from_the_store_and_they_live_until_then(session
     first, second = (ray.get(rollout.make.remote(step)) for step in (1, 2))
     assert all(isinstance(shard, ray.ObjectRef) for shard in first.shards + second.shards)
     assert (first.metrics["n"], second.metrics["n"]) == (1, 2)
+    assert (first.state, second.state) == ({"step": 1}, {"step": 2})
     assert 0 < first.metrics["perf/memory/rollout"] < 10
     ray.get(rollout.collect_garbage.remote())  # the actor itself holds no reference any more
     for step, data in ((1, first), (2, second)):
