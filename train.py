@@ -18,8 +18,9 @@ from rich.console import Console
 from sleuth.arguments import Args, changes, config_table, parse_args_or_exit
 from sleuth.checkpoints import CONFIGURATION, find_checkpoint, saved_step
 from sleuth.cluster.exported import weights_to_evaluate
-from sleuth.cluster.logs import configure_logging, failure_message
+from sleuth.cluster.logs import configure_logging, failure_message, reason
 from sleuth.cluster.preflight import default_sections, preflight
+from sleuth.cluster.restarts import Restart, Restarts
 from sleuth.cluster.rollout_group import RolloutGroup
 from sleuth.cluster.run import Run, start_rollout, start_run
 from sleuth.cluster.run_folders import own_folders
@@ -147,7 +148,7 @@ def changed_since(args: Args) -> str | None:
 
 
 def main() -> None:
-    interruption = end_on_signals()
+    restarts, interruption = Restarts.so_far(), end_on_signals()
     args: Args = parse_args_or_exit()
     if args.eval_only:
         args = args.model_copy(update={"save": None, "ref_load": None})  # which an evaluation does without
@@ -159,11 +160,18 @@ def main() -> None:
             folders.enter_context(own_folders(args))
         except (ValueError, OSError) as error:
             sys.exit(f"error: {redact(str(error))}")
-        start(args, args.run_dir.resolve(), interruption, warnings)
+        again = start(args, args.run_dir.resolve(), interruption, restarts, warnings)
+    if again:
+        again.begin()
 
 
-def start(args: Args, run_dir: Path, interruption: Interruption, warnings: list[str]) -> None:
-    """The run itself, in folders of its own; ends the process, with a line that says why, where it fails."""
+def start(
+    args: Args, run_dir: Path, interruption: Interruption, restarts: Restarts, warnings: list[str]
+) -> Restart | None:
+    """The run itself, in folders of its own.
+
+    Where it fails, ends the process with a line that says why, or returns how it goes on (--restarts).
+    """
     try:
         configure_logging(run_dir, "driver", args)
         args.write(run_dir / "config.yaml")
@@ -179,20 +187,27 @@ def start(args: Args, run_dir: Path, interruption: Interruption, warnings: list[
     try:
         if args.debug_rollout_only:
             with start_rollout(args, run_dir) as rollout, Tracker(args, run_dir) as tracker:
-                return rollout_only(args, rollout, tracker)
-        if args.eval_only:
-            return evaluate_only(args, run_dir)
-        with start_run(args, run_dir, interruption) as run:
-            if line := origin(args, run.steps_done):
-                for told in filter(None, (line, changed_since(args))):
-                    console.print(redact(told), soft_wrap=True, markup=False)
-                    logger.info(told)
-            with Tracker(args, run_dir, first_step=run.steps_done + 1) as tracker, run.saved_on_exit():
-                train(args, run, tracker)
+                rollout_only(args, rollout, tracker)
+        elif args.eval_only:
+            evaluate_only(args, run_dir)
+        else:
+            with start_run(args, run_dir, interruption) as run:
+                restarts.progress = run.progress
+                if line := origin(args, run.steps_done):
+                    for told in filter(None, (line, changed_since(args))):
+                        console.print(redact(told), soft_wrap=True, markup=False)
+                        logger.info(told)
+                with Tracker(args, run_dir, first_step=run.steps_done + 1) as tracker, run.saved_on_exit():
+                    train(args, run, tracker)
     except KeyboardInterrupt as interrupted:
         sys.exit(str(interrupted) or "interrupted before the first step")
     except Exception as error:
-        sys.exit(failure_message(error, run_dir, args.save))
+        ended, again = failure_message(error, run_dir, args.save), restarts.after(error, args)
+        if not isinstance(again, Restart):
+            sys.exit("\n".join(filter(None, (ended, again))))
+        logger.warning("%s; %s", reason(error, run_dir).removesuffix("; start again"), again.told)
+        return again
+    return None
 
 
 if __name__ == "__main__":

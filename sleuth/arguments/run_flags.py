@@ -353,6 +353,11 @@ class LimitArgs(Group):
         "after an engine has not answered for 120 s. Engines that share GPUs with the trainer, or are behind --router, "
         "are not.",
     )
+    restarts: NonNegativeInt = Field(
+        0,
+        description="With --save: how often the run starts itself again from its last checkpoint, after the end of a "
+        "trainer process or of anything else that is not started again by itself, and after a limit of the above.",
+    )
 
 
 class HookArgs(Group):

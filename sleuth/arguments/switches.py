@@ -45,7 +45,7 @@ def flag(name: str) -> str:
 _NORMALISED = ("grpo", "gspo", "cispo")
 
 TABLE = (
-    _needs("save_interval save_keep async_save", "save"),
+    _needs("save_interval save_keep async_save restarts", "save"),
     _needs("finetune", "load"),
     _needs("apply_chat_template_kwargs tool_key", "apply_chat_template"),
     Dependent(

@@ -74,21 +74,22 @@ def configure_logging(run_dir: Path, name: str, args: Args | None = None) -> Non
 def failure_message(error: Exception, run_dir: Path, save: Path | None = None) -> str:
     """A line for the terminal that says why the run ended; the traceback goes to the driver's log, which is named next.
 
-    For an error in an actor it is the message of the original error, without Ray's wrapping. If `save` holds a
-    checkpoint, a last line says that a run can go on from it.
+    If `save` holds a checkpoint, a last line says that a run can go on from it.
     """
     logger.info("the run ended with an error", exc_info=error)
+    lines = [f"error: {reason(error, run_dir)}", f"(traceback: {run_dir / 'logs' / 'driver.log'})"]
+    return "\n".join([*lines, *_way_on(save)])
+
+
+def reason(error: Exception, run_dir: Path) -> str:
+    """Why a run ended; for an error in an actor the message of the original error, without Ray's wrapping."""
     cause = getattr(error, "cause", None) or error
     told = (
         _death(cause, run_dir)
         or full_folder(cause, run_dir)
         or shortened(f"{type(cause).__name__}: {cause}", LONGEST_RECORD // 2)
     )
-    lines = [
-        f"error: {redact(shortened(told, LONGEST_RECORD // 2))}",
-        f"(traceback: {run_dir / 'logs' / 'driver.log'})",
-    ]
-    return "\n".join([*lines, *_way_on(save)])
+    return redact(shortened(told, LONGEST_RECORD // 2))
 
 
 def _way_on(save: Path | None) -> Iterator[str]:

@@ -17,11 +17,13 @@ class Progress:
     done: int
     saved: int
     folder: Path | None
+    resumed: int = 0
+    """The step of the checkpoint from which the run has started."""
 
     @classmethod
     def start(cls, steps_done: int, loaded: Path | None) -> Progress:
         """The progress of a run that goes on after the `steps_done` steps (0: none) of the checkpoint in `loaded`."""
-        return cls(steps_done, steps_done, steps_done, loaded if steps_done else None)
+        return cls(steps_done, steps_done, steps_done, loaded if steps_done else None, steps_done)
 
     def interrupted(self) -> str:
         """What an interrupted run tells: where it was, what is lost, what it can be taken up from."""

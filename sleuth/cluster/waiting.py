@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 2.0
 LOOK_SECONDS = 20.0
 TELL_SECONDS = 60.0
+DEATH_SECONDS = 5.0
+"""Ray tells of an actor's death a little later than the actors that were connected to it."""
 
 
 class TookTooLongError(RuntimeError):
@@ -81,7 +84,7 @@ class Waiter:
         while pending:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS)
             if done:
-                ray.get(done)  # raises at once what one raised, though others may wait for ever
+                _raise_first(done, pending)  # at once, though others may wait for ever
             if pending:
                 line.tell(self.troubles)
                 meanwhile()
@@ -93,6 +96,18 @@ class Waiter:
 
     def troubles(self) -> list[str]:
         return [trouble for look in self.looks for trouble in look()]
+
+
+def _raise_first(done: Sequence[ray.ObjectRef], pending: Sequence[ray.ObjectRef]) -> None:
+    """Raise what one of `done` raised, if any did; where an actor died, that, for others then miss its answers."""
+    try:
+        ray.get(list(done))
+    except ray.exceptions.RayTaskError:
+        ended, _ = ray.wait([*done, *pending], num_returns=len(done) + len(pending), timeout=DEATH_SECONDS)
+        for reference in ended:
+            with suppress(ray.exceptions.RayTaskError):
+                ray.get(reference)
+        raise
 
 
 class _Line:

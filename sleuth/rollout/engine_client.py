@@ -53,7 +53,7 @@ class EngineError(StopRunError):
     """An engine could not be reached, refused a request, or gave an unusable answer; the message names its URL."""
 
 
-class _TransientError(EngineError):
+class EngineUnavailableError(EngineError):
     """An error after which another attempt may succeed."""
 
 
@@ -200,12 +200,12 @@ class EngineClient:
             try:
                 return await with_retries(
                     attempt,
-                    is_transient=lambda error: isinstance(error, _TransientError),
+                    is_transient=lambda error: isinstance(error, EngineUnavailableError),
                     attempts=self._attempts,
                     wait=self._wait,
                     before_sleep=self._tell,
                 )
-            except _TransientError:
+            except EngineUnavailableError:
                 if not await self._has_changed(change):
                     raise
 
@@ -224,7 +224,7 @@ class EngineClient:
     async def _send(self, url: str, path: str, data: bytes) -> dict[str, Any]:
         try:
             return await self._request(url, path, data)
-        except _TransientError:
+        except EngineUnavailableError:
             self._router.failed(url)
             raise
 
@@ -234,7 +234,7 @@ class EngineClient:
             async with session.post(f"{url}/{path}", data=data) as response:
                 answer = await response.read()
         except aiohttp.ConnectionTimeoutError as error:
-            raise _TransientError(
+            raise EngineUnavailableError(
                 f"{url}/{path} did not accept a connection ({type(error).__name__}: {error}); is the engine busy?"
             ) from error
         except TimeoutError as error:
@@ -242,11 +242,13 @@ class EngineClient:
                 f"{url}/{path} gave no answer within {self._timeout.total:g} s: is it stopped, or overloaded?"
             ) from error
         except aiohttp.ClientError as error:
-            raise _TransientError(
+            raise EngineUnavailableError(
                 f"{url}/{path} cannot be reached ({type(error).__name__}: {error}); has the engine died?"
             ) from error
         if response.status in TRANSIENT_STATUS:
-            raise _TransientError(f"{url}/{path} answered {response.status}: {_message(answer)} (see the engine's log)")
+            raise EngineUnavailableError(
+                f"{url}/{path} answered {response.status}: {_message(answer)} (see the engine's log)"
+            )
         if response.status != 200:
             raise EngineError(f"{url}/{path} refused the request with {response.status}: {_message(answer)}")
         return _parse_json(answer, url) if answer else {}

@@ -1,8 +1,9 @@
-"""A run that is interrupted, saves what it has, and is resumed ends where one that was not interrupted ends."""
+"""A run that is interrupted, saves what it has, is resumed, and whose trainer dies ends as one without all that."""
 
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from tests.e2e.conftest import MODEL
-from tests.e2e.runs import processes_of, run_training, started_training, wait_until
+from tests.e2e.runs import RUN_SECONDS, processes_of, run_training, started_training, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
@@ -72,9 +73,19 @@ def test_an_interrupted_run_that_is_resumed_ends_as_if_it_had_not_been(tmp_path:
     assert steps_of(run_dir) == list(range(1, step + 1))
     assert processes_of(run_dir) == []
 
-    code, output = run_training([*flags, "--load", str(save)])
-    assert code == 0, output
+    # It goes on, loses its trainer, and starts itself again.
+    with started_training([*flags, "--load", str(save), "--save-interval", "5", "--restarts", "1"]) as process:
+        wait_until(lambda: len(steps_of(run_dir)) >= step + 2, "two more steps")
+        next(member for member in processes_of(run_dir) if "TrainActor" in " ".join(member.cmdline())).kill()
+        output, _ = process.communicate(timeout=RUN_SECONDS)
+    assert process.returncode == 0, output
     assert f"resumed from step {step} of {save}\n" in output
+    assert "expected TrainActor (process " in output
+    again = re.search(rf"; the run is started again from step (\d+) of {save} \(1 of at most 1 times\)\n", output)
+    assert again, output
+    assert step <= int(again[1]) < STEPS
+    assert f"resumed from step {again[1]} of {save}\n" in output
+    assert processes_of(run_dir) == []
     assert f"resumed from step {step} of {save}\n" in (run_dir / "logs/driver.log").read_text()
     assert steps_of(run_dir) == list(range(1, STEPS + 1))
     expected, found = (content(tmp_path / name / "save", STEPS) for name in ("whole", "cut"))
