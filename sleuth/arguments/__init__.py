@@ -10,7 +10,7 @@
 from sleuth.arguments.args import Args
 from sleuth.arguments.files_check import check_files, read_config, read_hf_config
 from sleuth.arguments.model_check import check_model, check_model_flags, check_tokenizer, model_flags
-from sleuth.arguments.parser import ArgumentsError, build_parser, parse_args, parse_args_or_exit
+from sleuth.arguments.parser import ArgumentsError, build_parser, parse_args, parse_args_or_exit, parse_rest
 from sleuth.arguments.run_flags import CheckpointArgs, Group
 from sleuth.arguments.table import changes, config_table
 from sleuth.arguments.train_flags import ModelArgs
@@ -31,6 +31,7 @@ __all__ = [
     "model_flags",
     "parse_args",
     "parse_args_or_exit",
+    "parse_rest",
     "read_config",
     "read_hf_config",
 ]

@@ -29,8 +29,10 @@ class Args(AllFlags):
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> Self:
-        problems = find_problems(self, (info.context or {}).get("given", ()))
-        if problems:
+        context = info.context or {}
+        if context.get("contradictory"):
+            return self
+        if problems := find_problems(self, context.get("given", ())):
             raise ValueError("\n".join(problems))
         return self
 

@@ -22,7 +22,7 @@ def check_files(args: Args) -> None:
     problems = [
         *_model_problems(Path(args.hf_checkpoint)),
         *_checkpoint_problems(args),
-        *_data_problems(args),
+        *data_problems(args),
         *_journal_problems(args),
         *_output_problems(args),
         *_package_problems(args),
@@ -134,7 +134,8 @@ def _resuming_problems(args: Args) -> Iterator[str]:
         yield problem
 
 
-def _data_problems(args: Args) -> Iterator[str]:
+def data_problems(args: Args) -> Iterator[str]:
+    """A sentence for each file of prompts that is not there."""
     named = {} if args.eval_only else {"--prompt-data": args.prompt_data}
     named |= {f"--eval-prompt-data {name}": path for name, path in args.eval_sets.items()}
     for what, path in named.items():

@@ -52,6 +52,33 @@ def parse_args(argv: Sequence[str] | None = None, *, model: type[GroupT] = Args)
     Raises ArgumentsError (a ValueError) naming each wrong flag; `--help` exits.
     """
     given = _split(model, sys.argv[1:] if argv is None else argv)
+    values = _with_files(given, model)
+    try:
+        return model.model_validate(values, context={"given": frozenset(given)})
+    except ValidationError as error:
+        raise ArgumentsError(_list_problems(_sentences(error, model))) from None
+
+
+def parse_rest(argv: Sequence[str], *, model: type[GroupT] = Args) -> GroupT | None:  # type: ignore[assignment]
+    """What is left of wrong settings where those that are wrong by themselves are dropped; None if that is too little.
+
+    It may contradict itself: look at it, but run nothing with it.
+    """
+    try:
+        values = _with_files(_split(model, argv, strict=False), model)
+    except ArgumentsError:
+        return None
+    for _ in range(2):
+        try:
+            return model.model_validate(values, context={"contradictory": True})
+        except ValidationError as error:
+            wrong = {item["loc"][0] for item in error.errors() if item["loc"]}
+            values = {name: value for name, value in values.items() if name not in wrong}
+    return None
+
+
+def _with_files(given: dict[str, Any], model: type[Group]) -> dict[str, Any]:
+    """The values of the command line, and of the files that it names."""
     in_files, others = _from_files(given.get("custom_config_path", []), model)
     values = {**in_files, **given}
     if options := in_files.get("sglang_options", {}) | given.get("sglang_options", {}):
@@ -67,10 +94,7 @@ def parse_args(argv: Sequence[str] | None = None, *, model: type[GroupT] = Args)
             raise ArgumentsError(_list_problems(problems))
         values |= sections
     hide(*values.values())
-    try:
-        return model.model_validate(values, context={"given": frozenset(given)})
-    except ValidationError as error:
-        raise ArgumentsError(_list_problems(_sentences(error, model))) from None
+    return values
 
 
 def _usual_hooks(model: type[Group]) -> dict[str, Any]:
@@ -93,12 +117,13 @@ class _Parser(argparse.ArgumentParser):
         raise ArgumentsError(_list_problems([message]))
 
 
-def _split(model: type[Group], argv: Sequence[str]) -> dict[str, Any]:
+def _split(model: type[Group], argv: Sequence[str], *, strict: bool = True) -> dict[str, Any]:
+    """The words of a command line by field; where it is not `strict`, unknown ones are dropped."""
     options: dict[str, list[str]] = {}
     if "sglang_options" in model.model_fields:
         options, argv = take_options(argv, known=_with_sglang_prefix(model))
     known, unknown = build_parser(model).parse_known_args(list(argv))
-    if unknown:
+    if unknown and strict:
         raise ArgumentsError(_list_problems(list(_unknown_sentences(unknown, model))))
     return vars(known) | ({"sglang_options": options} if options else {})
 

@@ -4,7 +4,7 @@
     python -m sleuth.doctor <the flags of train.py>          also the run: model, tokenizer, data, hooks, search
 
 Nothing is started and nothing written. Exits with 0 if nothing is wrong, with 1 if something is, and with 2 where the
-flags themselves are.
+flags themselves are: then the run is looked at without them. docs/doctor.md explains each line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
-from sleuth.arguments import Args, ArgumentsError, parse_args
+from sleuth.arguments import Args, ArgumentsError, parse_args, parse_rest
 from sleuth.doctor.findings import Finding, Verdict, findings_of, wrong
 from sleuth.doctor.machine import machine_checks
 from sleuth.doctor.run import RunChecks
@@ -37,8 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_args(words) if words else None
     except ArgumentsError as error:
-        args, code = None, 2
-        _print(console, wrong("flags", redact(str(error))))
+        args, code = parse_rest(words), 2
+        rest = "without them" if args is not None else "when they are right"
+        _print(console, wrong("flags", f"{error}\n  The run is looked at {rest}."))
         counts[Verdict.WRONG] += 1
     for finding in _findings(args):
         _print(console, finding)

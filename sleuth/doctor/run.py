@@ -14,6 +14,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sleuth.arguments import Args, check_files, check_tokenizer, read_hf_config
+from sleuth.arguments.files_check import data_problems
 from sleuth.arguments.model_check import contradictions, model_flags
 from sleuth.arguments.model_scripts import known_model
 from sleuth.chat_template import ToolTemplate
@@ -156,7 +157,10 @@ class RunChecks:
             yield ok("stop tags", f"{stop!r} is {len(ids)} token{'s' if len(ids) > 1 else ''}{merges}")
 
     def data(self) -> Iterator[Finding]:
-        """Columns, and the first rows as the model will see them."""
+        """Columns, and the first rows as the model will see them; `files` tells of those that are missing."""
+        if any(data_problems(self.args)):
+            yield note("data", "not looked at, since a file is missing")
+            return
         tokenizer = self._tokenizer()
         if self.args.loss_type == "sft":
             check_data(self.args)
@@ -185,7 +189,7 @@ class RunChecks:
             )
 
     def labels(self) -> Iterator[Finding]:
-        if self.args.loss_type == "sft":
+        if not self._rows:  # trajectories, or data that are wrong
             return
         found = unwinnable_rows(self.args, hook_modules(self.args))
         yield from (note("labels", sentence) for sentence in found)

@@ -68,3 +68,41 @@ def test_a_search_server_that_nobody_asks_for_is_left_alone(capsys: pytest.Captu
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "python -m sleuth.doctor" in capsys.readouterr().out
+
+
+def test_a_missing_file_of_data_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLAGS, "--prompt-data", "missing.parquet", "--no-search-check"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("missing.parquet") == 1
+    assert "wrong  files: files are missing --prompt-data: expected a parquet or JSONL file, found none at" in out
+    assert "note   data: not looked at, since a file is missing" in out
+    assert out.splitlines()[-1].endswith("1 wrong")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--lr", "abc"], "--lr: expected a valid number"),
+        (["--no-such-flag", "3"], "--no-such-flag: unknown"),
+        (["--global-batch-size", "7"], "--global-batch-size"),
+    ],
+)
+def test_wrong_flags_keep_nobody_from_a_look_at_the_rest(
+    capsys: pytest.CaptureFixture[str], flags: list[str], told: str
+) -> None:
+    assert main([*FLAGS, "--no-search-check", *flags]) == 2
+    out = capsys.readouterr().out
+    assert out.startswith("wrong  flags: wrong argument\n")
+    assert told in out
+    assert "  The run is looked at without them." in out
+    assert "ok     model: config.json of " in out
+    assert "ok     data: row 0" in out
+    assert "the check itself failed" not in out
+
+
+def test_without_a_needed_flag_only_the_machine_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--prompt-data", "x.parquet"]) == 2
+    out = capsys.readouterr().out
+    assert "--hf-checkpoint is required" in out
+    assert "  The run is looked at when they are right." in out
+    assert out.splitlines()[-1] == "1 ok, 0 note, 1 wrong"
