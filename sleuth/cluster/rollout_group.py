@@ -19,6 +19,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sleuth.arguments import Args
+from sleuth.cluster import board
 from sleuth.cluster.engines import Engines
 from sleuth.cluster.lives import Lives
 from sleuth.cluster.logs import configure_logging
@@ -40,8 +41,8 @@ ASIDE = "aside"
 """The concurrency group of calls that the rollout actor takes while it is busy."""
 LOOK_SECONDS = 10.0
 """Between two looks at the engines, while they generate."""
-ROLLOUT = Wait("rollout", tells_time=False)
-"""The actor itself tells how far it is; each trajectory has its limits."""
+ROLLOUT = Wait("rollout", board=board.ROLLOUT)
+"""Without a limit: each trajectory has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def make_manager(args: Args, run_dir: Path) -> RolloutManager | SupervisedManage
     """The manager for `args`: samples come from engines, from finished trajectories, or from a journal."""
     if args.loss_type == "sft":
         return SupervisedManager(args)
-    return ReplayManager(args) if args.debug_train_only else RolloutManager(args, run_dir)
+    return ReplayManager(args) if args.debug_train_only else RolloutManager(args, run_dir, board.ROLLOUT.post)
 
 
 class RolloutActor:

@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 
 from sleuth.algo.optimizer_steps import OptimizerStepBatch
 from sleuth.arguments import Args
+from sleuth.cluster import board
 from sleuth.cluster.logs import configure_logging
 from sleuth.cluster.memory_turns import Turn
 from sleuth.cluster.placement import Placement
@@ -75,6 +76,8 @@ class TrainActor:
         from sleuth.megatron.trainer import Trainer
 
         self.trainer = Trainer(self.args, self._store)
+        if self.rank == 0:
+            self.trainer.passes.report = board.TRAINING.post
         self._push = WeightPush(self.args, self.run_dir, self.trainer, self.sources)
         return self.trainer.steps_done, self.trainer.rollout_state
 
@@ -146,14 +149,16 @@ class TrainGroup:
             self.waiter.watch(f"trainer rank {rank}", process)
         return self._wait(self._start, "starting the trainer", limited=False)[0]
 
-    def _wait(self, references: list[ray.ObjectRef], what: str, *, limited: bool = True) -> list[Any]:
+    def _wait(
+        self, references: list[ray.ObjectRef], what: str, *, limited: bool = True, noted: board.Board | None = None
+    ) -> list[Any]:
         limit = self.args.train_timeout if limited else None
-        return self.waiter.get(references, Wait(what, limit, "--train-timeout"))
+        return self.waiter.get(references, Wait(what, limit, "--train-timeout", noted))
 
     def train(self, shards: list[ray.ObjectRef]) -> dict[str, float]:
         """Train on one step's data, `shards[data-parallel rank]`; the metrics of rank 0, and each rank's memory."""
         self.turn_to(Turn.TRAIN)
-        ranks = self._wait([actor.train.remote(shards) for actor in self._actors], "training")
+        ranks = self._wait([actor.train.remote(shards) for actor in self._actors], "training", noted=board.TRAINING)
         return dict(ChainMap(*ranks))
 
     def lend(self, parts: tuple[Part, ...]) -> None:

@@ -1,7 +1,8 @@
 """Waits for answers of a run's actors, and tells what a long wait is for: no call of the driver waits without an end.
 
-Beside the wait the processes of the run are looked at, every 20 s. What is wrong with one is told at once, then every
-minute together with how long the wait has taken. Beyond its limit the wait ends the run.
+Where the actor notes how far it is, that is shown (`sleuth.metrics.progress`); else a line tells every minute how long
+the wait has taken. Beside it the processes of the run are looked at, every 20 s: what is wrong with one is told at
+once, then every minute. Beyond its limit the wait ends the run.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
+from sleuth.cluster.board import Board
+from sleuth.metrics.progress import ProgressDisplay
 from sleuth.processes import ProcessName
 
 logger = logging.getLogger(__name__)
@@ -32,13 +35,15 @@ class TookTooLongError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What is waited for (such as "step 3: training"), and at most how many seconds, by which flag."""
+    """What is waited for (such as "step 3: training"), and at most how many seconds, by which flag.
+
+    `board`: where the actor notes how far it is.
+    """
 
     what: str
     limit: float | None = None
     flag: str = ""
-    tells_time: bool = True
-    """Whether the passing of time is worth a line: not where the actor itself tells it."""
+    board: Board | None = None
 
 
 @dataclass(slots=True)
@@ -81,13 +86,14 @@ class Waiter:
         """
         line = _Line(f"{self.prefix}{wait.what}", wait)
         pending = list(references)
-        while pending:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS)
-            if done:
-                _raise_first(done, pending)  # at once, though others may wait for ever
-            if pending:
-                line.tell(self.troubles)
-                meanwhile()
+        with closing(line):
+            while pending:
+                done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS)
+                if done:
+                    _raise_first(done, pending)  # at once, though others may wait for ever
+                if pending:
+                    line.tell(self.troubles)
+                    meanwhile()
         return ray.get(list(references))
 
     def one(self, reference: ray.ObjectRef, wait: Wait, meanwhile: Callable[[], None] = lambda: None) -> Any:
@@ -116,11 +122,17 @@ class _Line:
     def __init__(self, what: str, wait: Wait, clock: Callable[[], float] = time.monotonic) -> None:
         self._what, self._wait, self._clock = what, wait, clock
         self._started = clock()
+        self._display = ProgressDisplay(what, clock)
+        if wait.board is not None:
+            wait.board.clear()
         self._next_look, self._next_line = LOOK_SECONDS, TELL_SECONDS
         self._known: list[str] = []
 
     def tell(self, troubles: Callable[[], list[str]]) -> None:
-        """Log what there is to tell; TookTooLongError beyond the limit."""
+        """Show and log what there is to tell; TookTooLongError beyond the limit."""
+        tally = None if self._wait.board is None else self._wait.board.read()
+        if tally is not None:
+            self._display.show(tally)
         seconds = self._clock() - self._started
         if self._wait.limit is not None and seconds >= self._wait.limit:
             found = troubles()
@@ -134,9 +146,13 @@ class _Line:
         self._next_look = seconds + LOOK_SECONDS
         found = troubles()
         due = seconds >= self._next_line
-        if (due and (self._wait.tells_time or found)) or (found and found != self._known):
+        if (due and (tally is None or found)) or (found and found != self._known):
             limit = f" ({self._wait.flag} {self._wait.limit:g} s)" if self._wait.limit is not None else ""
             logger.warning("%s: %.0f s so far%s%s", self._what, seconds, limit, "".join(f"; {t}" for t in found))
         if due:
             self._next_line = seconds - seconds % TELL_SECONDS + TELL_SECONDS
         self._known = found
+
+    def close(self) -> None:
+        """Take away what shows only while it is waited."""
+        self._display.close()

@@ -104,8 +104,12 @@ def run_model(
     objective: Objective,
     *,
     train: bool,
+    one_done: Callable[[], None] = lambda: None,
 ) -> list[Metrics]:
-    """Forward, and backward if `train`, over `batches`; the objective's metrics of each on the last stage, else []."""
+    """Forward, and backward if `train`, over `batches`; the objective's metrics of each on the last stage, else [].
+
+    `one_done` is called after each forward pass of this rank's first part of the model.
+    """
     rows = _fill_up(batches) if len(chunks) > 1 else batches
 
     def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -118,6 +122,8 @@ def run_model(
             targets=batch.of_selected(batch.local.targets),
             options=options,
         )
+        if model is chunks[0]:
+            one_done()
 
         def loss(statistics: Tensor) -> tuple[Tensor, Tensor, Metrics]:
             value, metrics = objective(batch, statistics)
@@ -152,15 +158,21 @@ def _fill_up(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 
 def score(
-    chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], options: HeadOptions
+    chunks: Sequence[torch.nn.Module],
+    batches: Sequence[MicroBatch],
+    options: HeadOptions,
+    one_done: Callable[[], None] = lambda: None,
 ) -> list[Tensor | None]:
-    """Log-probabilities [n] of each batch's selected tokens, by the current weights; None before the last stage."""
+    """Log-probabilities [n] of each batch's selected tokens, by the current weights; None before the last stage.
+
+    `one_done`: see `run_model`.
+    """
 
     def objective(batch: MicroBatch, statistics: Tensor) -> tuple[Tensor, Metrics]:
         return statistics.new_zeros(()), {"log_probs": statistics[:, 0].clone()}
 
     with torch.no_grad():
-        results = run_model(chunks, batches, options, objective, train=False)
+        results = run_model(chunks, batches, options, objective, train=False, one_done=one_done)
     if not parallel.is_last_stage():
         return [None] * len(batches)
     return [result["log_probs"] for result in results]

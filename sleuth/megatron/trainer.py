@@ -51,6 +51,7 @@ from sleuth.megatron.optimizer import OptimizerSettings, PolicyOptimizer
 from sleuth.megatron.parallel import ProcessSettings
 from sleuth.megatron.reference import Reference
 from sleuth.megatron.weights import WeightMap, load_hf_weights
+from sleuth.metrics.progress import Counter
 from sleuth.metrics.timing import timed
 from sleuth.sample import TrainSample
 
@@ -125,6 +126,8 @@ class Trainer:
         self._options = head_options(args)
         hook_path = args.custom_tis_function_path if args.loss_type == "policy" else None
         self._hook = ImportanceSampling(args, hook_path) if hook_path else None
+        self.passes = Counter()
+        """Of the model, in the call of `train` under way; whoever wants to know of them sets its `report`."""
         self.steps_done = 0
         self.rollout_state: dict[str, Any] = {}
         self.checkpoints = Checkpoints(self.chunks, self.optimizer)
@@ -159,7 +162,7 @@ class Trainer:
                 prepared = self._prepare(plan, sum(step.num_samples for step in steps))
             metrics |= prepared
         try:
-            results = [self._optimizer_step(batches) for batches in plan]
+            results = self._optimizer_steps(plan)
         except FloatingPointError as error:
             self.checkpoints.finish()  # so that what is said of the newest checkpoint holds from now on
             raise FloatingPointError(f"{error}{self._newest.gave_up(self.optimizer.steps_done)}") from None
@@ -287,20 +290,33 @@ class Trainer:
         """
         batches = [batch for step in plan for batch in step]
         options = HeadOptions(self.args.rollout_temperature, self.args.log_probs_chunk_size)
+        one_done = self.passes.one_done
         if self._reference is not None:
+            self.passes.start(len(batches), "micro-batches scored by the reference")
             with self._reference.in_place():
-                for batch, values in zip(batches, score(self._ddp, batches, options), strict=True):
+                for batch, values in zip(batches, score(self._ddp, batches, options, one_done), strict=True):
                     batch.ref_log_probs = values
         if len(plan) > 1 or self._hook or self.args.kl_coef or self.args.score_old_log_probs:
-            for batch, values in zip(batches, score(self._ddp, batches, options), strict=True):
+            self.passes.start(len(batches), "micro-batches scored")
+            for batch, values in zip(batches, score(self._ddp, batches, options, one_done), strict=True):
                 batch.old_log_probs = values
+
+    def _optimizer_steps(self, plan: list[list[MicroBatch]]) -> list[dict[str, float]]:
+        self.passes.start(sum(map(len, plan)), "micro-batches trained on")
+        results = []
+        for number, batches in enumerate(plan, start=1):
+            self.passes.notes = f"optimizer step {number} of {len(plan)}"
+            results.append(self._optimizer_step(batches))
+        return results
 
     def _optimizer_step(self, batches: list[MicroBatch]) -> dict[str, float]:
         metrics = self._apply_hook(batches) if self._hook else {}
         for chunk in self._ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        results = run_model(self._ddp, batches, self._options, self._objective, train=True)
+        results = run_model(
+            self._ddp, batches, self._options, self._objective, train=True, one_done=self.passes.one_done
+        )
         metrics |= self._sum_metrics(results)
         metrics = self._from_last_stage(metrics)
         if not math.isfinite(metrics["loss"]):

@@ -19,6 +19,7 @@ from sleuth.activity import noted
 from sleuth.arguments import Args
 from sleuth.compat.slime.adapter import adapted
 from sleuth.hooks import FailSample, StopRunError, accepts_evaluation, load_hook, rollout_context, single_turn
+from sleuth.metrics.progress import Report
 from sleuth.rollout.routing import one_trajectory
 from sleuth.rollout.user_code import user_place
 from sleuth.rollout.watch import Call, HookBlockedError, Kind, Watch
@@ -57,11 +58,15 @@ class HookRunner:
     """Runs generate and reward hooks, and keeps track of those under way."""
 
     def __init__(
-        self, args: Args, hooks: Hooks, on_error: Callable[[Sample, BaseException], None] | None = None
+        self,
+        args: Args,
+        hooks: Hooks,
+        on_error: Callable[[Sample, BaseException], None] | None = None,
+        report: Report | None = None,
     ) -> None:
-        """`on_error` is called with what a hook raised, in addition to the log."""
+        """`on_error` is called with what a hook raised, in addition to the log; `report`: see `Watch`."""
         self.args, self.hooks, self._on_error = args, hooks, on_error
-        self._watch = Watch(args.hook_timeout)
+        self._watch = Watch(args.hook_timeout, report)
         self._told_large = False
         self._takes_evaluation = accepts_evaluation(hooks.generate)
 
@@ -80,7 +85,7 @@ class HookRunner:
                     _check_report(sample)
         except _HookFailedError as failure:
             sample.status, sample.stop_reason, sample.error = SampleStatus.FAILED, failure.reason, str(failure)
-        self._watch.ended(usable=sample.status not in UNUSABLE)
+        self._watch.ended(sample, usable=sample.status not in UNUSABLE)
         return sample
 
     def _tell_large(self, sample: Sample) -> None:
@@ -133,7 +138,7 @@ class HookRunner:
         return _HookFailedError(reason, f"{where}: {told(error)}{user_place(error)}")
 
     def watching(self, what: str, total: int) -> AbstractContextManager[None]:
-        """In the block, tell of long waits and of hooks that block the event loop (`sleuth.rollout.watch`).
+        """In the block, tell how far it is, of long waits, and of hooks that block the event loop (`Watch`).
 
         `what`, such as "step 3", has `total` trajectories.
         """
@@ -141,7 +146,7 @@ class HookRunner:
 
     def note_taken(self) -> None:
         """A trajectory is there without that a hook ran."""
-        self._watch.ended(usable=True)
+        self._watch.finished += 1
 
 
 class _HookFailedError(Exception):

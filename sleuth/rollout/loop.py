@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from sleuth.arguments import Args
 from sleuth.data import PromptRow
+from sleuth.metrics.progress import Report
 from sleuth.metrics.rollout_metrics import SECONDS
 from sleuth.rollout.hook_runner import UNUSABLE, HookRunner, Hooks, told
 from sleuth.sample import LONGEST_ERROR, Sample, StopReason, TokenTrace, shortened
@@ -114,10 +115,11 @@ def rollout_parameters(args: Args) -> dict[str, Any]:
 class GenerationLoop:
     """Runs the hooks over rows of prompt data; use it inside `use_rollout_context(...)`."""
 
-    def __init__(self, args: Args, hooks: Hooks) -> None:
+    def __init__(self, args: Args, hooks: Hooks, report: Report | None = None) -> None:
+        """`report` is told every second how far a rollout or an evaluation is."""
         self.args = args
         self.hooks = hooks
-        self._runner = HookRunner(args, hooks)
+        self._runner = HookRunner(args, hooks, report=report)
 
     async def rollout(
         self,
@@ -139,7 +141,10 @@ class GenerationLoop:
         group_indices = itertools.count()
         while missing := args.rollout_batch_size - len(rollout.groups):
             groups = [_group(row, next(group_indices), args.n_samples_per_prompt) for row in next_rows(missing)]
-            for group in await self._run_groups(groups, params, budget, what, journal=journal):
+            known = (
+                f", {len(rollout.groups)} of {args.rollout_batch_size} groups kept" if rollout.filtered_groups else ""
+            )
+            for group in await self._run_groups(groups, params, budget, what + known, journal=journal):
                 if self._keeps(group):
                     rollout.groups.append(group)
                 else:

@@ -21,6 +21,7 @@ from sleuth.algo.optimizer_steps import OptimizerStepBatch
 from sleuth.arguments import Args, check_tokenizer
 from sleuth.data import PromptStream, load_rows, load_sft_rows
 from sleuth.hooks import RolloutContext, drain_step_metrics, use_rollout_context
+from sleuth.metrics.progress import Report
 from sleuth.metrics.rollout_metrics import evaluation_metrics, evaluation_name, overlong_wait, rollout_metrics
 from sleuth.metrics.trajectories import write_trajectories
 from sleuth.rollout.engine_client import EngineClient, embedding_size
@@ -51,10 +52,13 @@ class StepData:
 class RolloutManager:
     """Generates, scores and packs the samples of a step; evaluates; probes the engines."""
 
-    def __init__(self, args: Args, run_dir: Path) -> None:
-        """Load the data and the hooks. Raises ValueError if something in them is wrong."""
+    def __init__(self, args: Args, run_dir: Path, report: Report | None = None) -> None:
+        """Load the data and the hooks; `report` is told how far a rollout is.
+
+        Raises ValueError if something in data or hooks is wrong.
+        """
         self.args, self.run_dir = args, run_dir
-        self.loop = GenerationLoop(args, load_hooks(args))
+        self.loop = GenerationLoop(args, load_hooks(args), report)
         self.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
         self.vocab_size = embedding_size(args.hf_checkpoint)
         check_tokenizer(self.tokenizer, self.vocab_size)

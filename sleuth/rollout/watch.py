@@ -1,6 +1,6 @@
 """Watches the hooks under way from a thread of its own: a hook that blocks the event loop would keep a task from it.
 
-It tells, on the terminal and in the log:
+It reports every second how far the rollout is, and tells, on the terminal and in the log:
 
 * that no trajectory has finished for a minute, and what the oldest waits for, once a minute;
 * which line keeps the event loop from all else, with its stack, after a few seconds; beyond `--hook-timeout` that hook
@@ -23,6 +23,7 @@ from sys import _current_frames
 from typing import Any, Literal
 
 from sleuth.activity import Activities
+from sleuth.metrics.progress import Report, Tally
 from sleuth.rollout.user_code import is_users
 from sleuth.sample import Sample
 
@@ -56,15 +57,19 @@ class Call:
 
 
 class Watch:
-    """Of one rollout: `calls` are the hooks under way. `limit`: seconds, those of --hook-timeout."""
+    """Of one rollout: `calls` are the hooks under way. `limit`: seconds, those of --hook-timeout.
 
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
+    `report` is called in the watching thread, every second.
+    """
+
+    def __init__(self, limit: float, report: Report | None = None) -> None:
+        self.limit, self.report = limit, report
         self.calls: dict[int, Call] = {}
-        self.finished = self.failed = 0
+        self.finished = self.failed = self.tokens = 0
 
-    def ended(self, *, usable: bool) -> None:
+    def ended(self, sample: Sample, *, usable: bool) -> None:
         """A trajectory is over; one that is not usable will be generated anew."""
+        self.tokens += _generated(sample)
         if usable:
             self.finished += 1
         else:
@@ -73,7 +78,7 @@ class Watch:
     @contextmanager
     def over(self, what: str, total: int) -> Iterator[None]:
         """Watch the running event loop, and the `total` trajectories of `what` (such as "step 3"), in the block."""
-        self.finished = self.failed = 0
+        self.finished = self.failed = self.tokens = 0
         done = threading.Event()
         watching = _Thread(self, what, total, asyncio.get_running_loop(), threading.get_ident(), done)
         threading.Thread(target=watching.run, name="rollout-watch", daemon=True).start()
@@ -82,9 +87,17 @@ class Watch:
         finally:
             done.set()
 
-    def progress(self, what: str, total: int, seconds: float) -> str:
-        """`step 3: 5 of 16 trajectories after 120 s; oldest: ...`."""
-        text = f"{what}: {self.finished} of {total} trajectories after {seconds:.0f} s"
+    def tally(self, what: str, total: int, seconds: float) -> Tally:
+        """How far it is, with the tokens that the model generated, also for trajectories that failed."""
+        calls = list(self.calls.values())  # another thread may change them
+        tokens = self.tokens + sum(_generated(call.sample) for call in calls)
+        failed = f", {self.failed} failed" if self.failed else ""
+        notes = f"{len(calls)} in flight, {tokens / seconds:,.0f} tokens/s{failed}"
+        return Tally(self.finished, total, "trajectories", notes, what)
+
+    def standstill(self, what: str, seconds: float) -> str:
+        """`step 3: no trajectory has finished for 60 s; oldest: ...`."""
+        text = f"{what}: no trajectory has finished for {seconds:.0f} s"
         calls = list(self.calls.values())
         if not calls:
             return text
@@ -109,14 +122,17 @@ class _Thread:
 
     def run(self) -> None:
         started = quiet_since = time.monotonic()
-        before = (0, 0)
+        before, tell_at = (0, 0), TELL_SECONDS
         while not self.done.wait(BEAT_SECONDS):
             counts = (self.watch.finished, self.watch.failed)
             if self._was_blocked() or counts != before:
-                before, quiet_since = counts, time.monotonic()
-            if time.monotonic() - quiet_since >= TELL_SECONDS and self.watch.calls:
-                quiet_since = time.monotonic()
-                logger.warning("%s", self.watch.progress(self.what, self.total, quiet_since - started))
+                before, quiet_since, tell_at = counts, time.monotonic(), TELL_SECONDS
+            now = time.monotonic()
+            if self.watch.report is not None:
+                self.watch.report(self.watch.tally(self.what, self.total, now - started))
+            if now - quiet_since >= tell_at and self.watch.calls:
+                tell_at += TELL_SECONDS
+                logger.warning("%s", self.watch.standstill(self.what, now - quiet_since))
 
     def _was_blocked(self) -> bool:
         """Wait until the loop has time for something else; whether that took so long that it was told."""
@@ -151,6 +167,11 @@ class _Thread:
             "there. Its stack:\n%s",
             *(self.what, seconds, Path(place.filename).name, place.lineno, place.name, self.watch.limit, shown),
         )
+
+
+def _generated(sample: Sample) -> int:
+    """How many tokens of it the model generated so far."""
+    return sum(segment.end - segment.start for segment in list(sample.trace.segments) if segment.source == "model")
 
 
 def _raise_in(thread: int, kind: type[BaseException]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,10 @@ import pytest
 import ray
 
 from sleuth.algo.optimizer_steps import OptimizerStepBatch
+from sleuth.cluster.board import Board
 from sleuth.cluster.placement import ray_session
 from sleuth.cluster.rollout_group import RolloutActor, StepRefs
+from sleuth.metrics.progress import Tally
 from sleuth.rollout.manager import StepData
 from sleuth.sample import TrainSample
 
@@ -44,6 +47,10 @@ class Rank:
         (step,) = ray.get(shards[rank])
         return step.micro_batches[0][0].token_ids[0]
 
+    def work(self, tally: Tally) -> None:
+        Board("rollout").post(tally)
+        time.sleep(60)
+
     def niceness(self) -> int:
         return os.nice(0)
 
@@ -68,6 +75,22 @@ def test_ranks_take_their_shares_from_the_store_and_they_live_until_then(session
     for step, data in ((1, first), (2, second)):
         ids = ray.get([actor.first_id.remote(data.shards, rank) for rank, actor in enumerate(ranks)])
         assert ids == [10 * step, 10 * step + 1]
+
+
+@pytest.mark.timeout(180)
+def test_the_driver_reads_how_far_a_busy_actor_is(session: None) -> None:
+    rank: Any = ray.remote(Rank)
+    noted, other, tally = Board("rollout"), Board("training"), Tally(5, 16, "trajectories", "2 failed", "step 3")
+    noted.clear()
+    actor = rank.remote()
+    working = actor.work.remote(tally)
+    while (found := noted.read()) is None:
+        assert not ray.wait([working], timeout=0.1)[0]
+    assert found == tally
+    assert other.read() is None
+    noted.clear()
+    assert noted.read() is None
+    ray.kill(actor)
 
 
 def test_rays_processes_are_no_nicer_than_the_driver(session: None) -> None:

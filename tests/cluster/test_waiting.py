@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -13,7 +15,9 @@ import pytest
 import ray
 
 from sleuth.cluster import waiting
+from sleuth.cluster.board import Board
 from sleuth.cluster.waiting import TookTooLongError, Wait, Waiter, Watched
+from sleuth.metrics.progress import Tally
 from sleuth.processes import ProcessName
 
 TRAINING = Wait("training", 600.0, "--train-timeout")
@@ -49,8 +53,34 @@ def test_a_short_wait_is_not(caplog: pytest.LogCaptureFixture) -> None:
     assert wall.looks == 0
 
 
+class Noted(Board):
+    """A board on which a tally stands."""
+
+    def __init__(self, tally: Tally | None) -> None:
+        self.tally = tally
+
+    def read(self) -> Tally | None:
+        return self.tally
+
+    def clear(self) -> None: ...
+
+
+def test_how_far_it_is_takes_the_place_of_the_time(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    tally = Tally(4, 9, "micro-batches trained on", "optimizer step 1 of 2")
+    told = lines(Wall(), replace(TRAINING, board=Noted(tally)), 70.0, caplog)
+    assert told == [
+        f"step 3: training: 4 of 9 micro-batches trained on after {seconds} s (optimizer step 1 of 2)"
+        for seconds in (30, 60)
+    ]
+    caplog.clear()
+    told = lines(Wall(), replace(TRAINING, board=Noted(None)), 70.0, caplog)
+    assert told == ["step 3: training: 60 s so far (--train-timeout 600 s)"]
+
+
 def test_what_is_wrong_is_told_at_once_and_then_with_the_minutes(caplog: pytest.LogCaptureFixture) -> None:
-    told = lines(Wall(stuck=(0.0, 130.0)), Wait("rollout", tells_time=False), 300.0, caplog)
+    tally = Tally(4, 9, "trajectories")
+    told = lines(Wall(stuck=(0.0, 130.0)), Wait("rollout", board=Noted(tally)), 300.0, caplog)
     assert told == [f"step 3: rollout: {seconds} s so far; stuck" for seconds in (20, 60, 120)]
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from sleuth.activity import waiting_for
+from sleuth.metrics.progress import Tally
 from sleuth.rollout import watch
 from sleuth.rollout.hook_runner import HookRunner, Hooks
+from sleuth.rollout.loop import GenerationLoop
 from sleuth.sample import Sample, SampleStatus, StopReason, TokenTrace
 
 
@@ -59,11 +61,42 @@ def test_a_line_says_how_far_a_step_is_and_what_the_oldest_trajectory_waits_for(
     run(search)
     first, second, *_ = [record.getMessage() for record in caplog.records]
     assert re.fullmatch(
-        r"step 3: 1 of 2 trajectories after 0 s; oldest: search at http://here/retrieve for 0 s, sample 1 "
+        r"step 3: no trajectory has finished for 0 s; oldest: search at http://here/retrieve for 0 s, sample 1 "
         r"\(row 1 of questions\.jsonl\), in its generate hook for 0 s, at test_watch\.py:\d+ in ask_the_judge",
         first,
     )
-    assert second.startswith("step 3: 1 of 2")
+    assert second.startswith("step 3: no trajectory")
+
+
+def test_it_reports_how_far_it_is() -> None:
+    failed = set[int]()
+
+    async def flaky(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        if sample.index == 0 and not failed:
+            failed.add(0)
+            raise ValueError("for once")
+        if sample.index == 1:
+            sample.trace.append_model([1], [-0.5])
+            await asyncio.sleep(0.2)
+        return await answer(args, sample, sampling_params)
+
+    reported: list[Tally] = []
+    args: Any = SimpleNamespace(
+        hook_timeout=60.0,
+        rollout_max_context_len=None,
+        n_samples_per_eval_prompt=3,
+        max_failure_rate=1.0,
+        eval_top_p=1.0,
+        eval_max_response_len=8,
+        rollout_top_k=-1,
+        rollout_stop=[],
+    )
+    loop = GenerationLoop(args, Hooks(flaky, one), reported.append)
+    row: Any = SimpleNamespace(prompt="a", prompt_ids=[1], label=None, metadata={}, file="questions.jsonl", index=0)
+    asyncio.run(loop.evaluate([row], 1.0, "evaluation of demo/greedy"))
+    last = reported[-1]
+    assert (last.what, last.done, last.total, last.unit) == ("evaluation of demo/greedy", 2, 3, "trajectories")
+    assert re.fullmatch(r"1 in flight, [1-9]\d* tokens/s, 1 failed", last.notes)
 
 
 def test_a_wait_that_names_no_service_is_told_by_its_line(caplog: Any) -> None:
@@ -73,7 +106,10 @@ def test_a_wait_that_names_no_service_is_told_by_its_line(caplog: Any) -> None:
 
     run(reward=slow)
     line = caplog.records[0].getMessage()
-    assert re.search(r"step 3: 0 of 2.*; oldest: sample 0 .*reward hook.*test_watch.py:\d+ in ask_the_judge", line)
+    assert re.search(
+        r"step 3: no trajectory has finished.*; oldest: sample 0 .*reward hook.*test_watch.py:\d+ in ask_the_judge",
+        line,
+    )
 
 
 def test_a_hook_that_blocks_the_event_loop_is_named_with_its_stack(
