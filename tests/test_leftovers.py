@@ -32,13 +32,12 @@ time.sleep(60)
 
 
 @pytest.fixture(autouse=True)
-def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Notes of this test alone, for it and its processes."""
-    folder = tmp_path / "tmp"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
+def temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Notes of this test alone, for it and its processes; a short path, since torch's manager has a socket in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
 
 
 @contextmanager
@@ -64,7 +63,7 @@ def test_a_killed_process_leaves_its_folder_to_the_next_start(tmp_path: Path) ->
         assert folder.exists()
     folder.with_name("another").mkdir()
     assert remove_leftovers() == [folder]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "tmp"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["another"]
     assert remove_leftovers() == []
 
 

@@ -79,6 +79,7 @@ def test_how_far_it_is_takes_the_place_of_the_time(caplog: pytest.LogCaptureFixt
 
 
 def test_what_is_wrong_is_told_at_once_and_then_with_the_minutes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
     tally = Tally(4, 9, "trajectories")
     told = lines(Wall(stuck=(0.0, 130.0)), Wait("rollout", board=Noted(tally)), 300.0, caplog)
     assert told == [f"step 3: rollout: {seconds} s so far; stuck" for seconds in (20, 60, 120)]
