@@ -32,12 +32,13 @@ time.sleep(60)
 
 
 @pytest.fixture(autouse=True)
-def temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Notes of this test alone, for it and its processes; a short path, since torch's manager has a socket in it."""
-    with tempfile.TemporaryDirectory() as folder:
-        monkeypatch.setenv("TMPDIR", folder)
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield Path(folder)
+def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Notes of this test alone, for it and its processes."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
 
 
 @contextmanager
@@ -63,7 +64,7 @@ def test_a_killed_process_leaves_its_folder_to_the_next_start(tmp_path: Path) ->
         assert folder.exists()
     folder.with_name("another").mkdir()
     assert remove_leftovers() == [folder]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["another"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "tmp"]
     assert remove_leftovers() == []
 
 
@@ -123,7 +124,9 @@ def test_another_users_files_and_notes_are_left_alone(tmp_path: Path, temporary_
     record(tmp_path)  # and none are written there
 
 
-def test_memory_for_weights_goes_although_its_process_and_torchs_manager_were_killed(tmp_path: Path) -> None:
+def test_memory_for_weights_goes_although_its_process_and_torchs_manager_were_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     program = """
 import os, time
 from sleuth.weight_sync.handles import shared_buffer
@@ -134,10 +137,13 @@ for child in psutil.Process().children():
 print([name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")][0], flush=True)
 time.sleep(60)
 """
-    with maker(program) as process:
-        name = line(process)
-    file = Path("/dev/shm") / name
-    assert file.exists()
-    assert file in remove_leftovers()
-    assert not file.exists()
-    assert shared_buffer(10).is_shared()
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # torch's manager has a socket in it
+        monkeypatch.setenv("TMPDIR", short)
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        with maker(program) as process:
+            name = line(process)
+        file = Path("/dev/shm") / name
+        assert file.exists()
+        assert file in remove_leftovers()
+        assert not file.exists()
+        assert shared_buffer(10).is_shared()
