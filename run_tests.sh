@@ -21,9 +21,5 @@ echo "== pytest"
 if (($#)); then
     exec .venv/bin/python -m pytest "$@"
 fi
-# What starts a server or a trainer uses all cores by itself; the rest does not.
-HEAVY="engine or megatron or e2e"
-status=0
-.venv/bin/python -m pytest -m "not ($HEAVY)" --numprocesses 2 --dist loadfile || status=$?
-.venv/bin/python -m pytest -m "$HEAVY" || status=$?
-exit "$status"
+# A file at a time in each of two processes: many tests use one core, or wait for something to start.
+exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile
