@@ -6,7 +6,8 @@
 
 Each run is a command that is printed first: `run_demo.sh` with further flags (`tools/controls/catalog.py`). Stop it at
 any time and start it again: finished runs are kept, one that was under way begins anew. `--docs` puts figure and table
-into docs/evidence.md.
+into docs/evidence.md, and the numbers of each run into docs/measurements/controls.json; runs that this file has from
+another machine, or from a folder that is gone, stay in figure and table.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pyarrow import parquet
 from rich.console import Console
 
 if not __package__:  # run as a script: make the project importable
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.controls.catalog import CONTROLS, Control
-from tools.controls.results import Run, draw, markdown, progress, put_into
+from tools.controls.results import Run, draw, markdown, progress, put_into, read_results, write_results
 
 ROOT = Path(__file__).resolve().parent.parent
 EVIDENCE = ROOT / "docs/evidence.md"
 FIGURE = ROOT / "docs/images/controls.png"
+TEST_QUESTIONS = ROOT / "data/demo/test_mixed.parquet"
+MEASUREMENTS = ROOT / "docs/measurements/controls.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,8 @@ class Plan:
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     chosen = [control for control in CONTROLS if control.name in options.only]
-    plan = Plan(options.out.resolve(), options.steps, options.questions)
+    questions = min(options.questions, parquet.read_metadata(TEST_QUESTIONS).num_rows)  # as the demo takes them
+    plan = Plan(options.out.resolve(), options.steps, questions)
     runs = [Run(control, seed, plan.out) for seed in options.seeds for control in chosen]
     console = Console()
     if options.list:
@@ -68,11 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _stop)
     failed = []
     for run in _unfinished_runs(runs, plan):
-        console.print(progress(runs, plan.steps))
+        console.print(progress(runs, plan.steps, plan.questions))
         if status := _execute(run, plan):
             failed.append(run)
             console.print(f"{run.folder.name} ended with status {status}; the others go on", markup=False)
-    console.print(progress(runs, plan.steps))
+    console.print(progress(runs, plan.steps, plan.questions))
     _publish(chosen, runs, plan, docs=options.docs)
     for run in failed:
         print(f"failed: {shlex.join(plan.command(run))}", file=sys.stderr)
@@ -94,7 +99,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _unfinished_runs(runs: Sequence[Run], plan: Plan) -> Iterator[Run]:
     for run in runs:
-        if not run.is_done(plan.steps):
+        if not run.result(plan.steps, plan.questions):
             yield run
 
 
@@ -122,14 +127,20 @@ def _stop(*_: Any) -> NoReturn:
 
 def _publish(controls: Sequence[Control], runs: Sequence[Run], plan: Plan, *, docs: bool) -> None:
     """Figure and table of the runs that are done, in the folder of the runs and, if asked, in docs/evidence.md."""
-    done = [run for run in runs if run.is_done(plan.steps)]
-    if not done:
+    results = [result for run in runs if (result := run.result(plan.steps, plan.questions))]
+    if not results:
         return
-    table = markdown(controls, done)
+    if docs:
+        known = [*read_results(MEASUREMENTS, plan.steps, plan.questions), *results]
+        latest = {(result.control, result.seed): result for result in known}
+        results = [latest[key] for key in sorted(latest)]
+        controls = CONTROLS
+    table = markdown(controls, results)
     (plan.out / "controls.md").write_text(table, encoding="utf-8")
-    draw(controls, done, plan.out / "controls.png")
+    draw(controls, results, plan.out / "controls.png")
     print(f"{table}\nfigure: {plan.out / 'controls.png'}")
     if docs:
+        write_results(MEASUREMENTS, results)
         shutil.copyfile(plan.out / "controls.png", FIGURE)
         EVIDENCE.write_text(put_into(EVIDENCE.read_text(encoding="utf-8"), table), encoding="utf-8")
 

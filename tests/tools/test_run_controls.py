@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,7 +36,8 @@ lines = [{"step": step} | {f"eval/demo/{name}": 0.1 for name in names} for step 
 (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
 if (Path.cwd() / "broken").exists():
     sys.exit(3)
-summary = {"steps": steps, "table": hop, "hops": {"one_hop": hop, "two_hop": hop}}
+summary = {"steps": steps, "questions": int(given["--questions"]), "table": hop}
+summary["hops"] = {"one_hop": hop, "two_hop": hop}
 (folder / "summary.json").write_text(json.dumps(summary))
 """
 
@@ -51,6 +53,7 @@ def stand_in(tmp_path, monkeypatch):
     monkeypatch.setattr(run_controls, "ROOT", root)
     monkeypatch.setattr(run_controls, "EVIDENCE", root / "evidence.md")
     monkeypatch.setattr(run_controls, "FIGURE", root / "docs/images/controls.png")
+    monkeypatch.setattr(run_controls, "MEASUREMENTS", root / "docs/measurements/controls.json")
     return root
 
 
@@ -69,7 +72,7 @@ def test_all_runs_then_a_table_of_means_and_a_figure(stand_in, capsys):
     assert page.startswith("before\n")
     assert page.endswith(f"{END}\nafter\n")
     assert "old" not in page
-    assert "Not run yet" not in page
+    assert "Not run yet: reward for format alone" in page  # the page has all controls, whichever were asked for
     assert (stand_in / "docs/images/controls.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
     assert "4 of 4 runs are done" in printed
@@ -94,6 +97,17 @@ def test_runs_of_another_length_do_not_count(stand_in, capsys):
     assert run(stand_in, "--seeds", "1") == 0
     assert run_controls.main(["--out", str(stand_in / "out"), "--only", "base", "--seeds", "1", "--steps", "5"]) == 0
     assert json.loads((stand_in / "out/base-seed1/summary.json").read_text())["steps"] == 5
+
+
+def test_runs_whose_folder_is_gone_stay_in_the_page(stand_in):
+    assert run(stand_in, "--seeds", "1", "--docs") == 0
+    shutil.rmtree(stand_in / "out")
+    assert run(stand_in, "--seeds", "2", "--docs") == 0
+    page = (stand_in / "evidence.md").read_text()
+    assert "| the demo as it is | 2 | 0.10 -> 0.45 (0.40 to 0.50) |" in page
+    shutil.rmtree(stand_in / "out")
+    assert run(stand_in, "--seeds", "2", "--questions", "100", "--docs") == 0
+    assert "| the demo as it is | 1 | 0.10 -> 0.50 |" in (stand_in / "evidence.md").read_text()
 
 
 def test_a_run_that_fails_is_named_and_tried_again(stand_in, capsys):

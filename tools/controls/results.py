@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,24 @@ PANELS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Result:
+    """The numbers of a run that has ended.
+
+    `columns` holds before and after for each of COLUMNS, None for a number that the run lacks; `curves` holds steps and
+    values for each of PANELS.
+    """
+
+    control: str
+    seed: int
+    steps: int
+    questions: int
+    columns: dict[str, tuple[float | None, float | None]]
+    curves: dict[str, tuple[list[int], list[float]]]
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
-    """One control with one seed; its results are in `folder`."""
+    """One control with one seed; its files are in `folder`."""
 
     control: Control
     seed: int
@@ -48,40 +64,65 @@ class Run:
     def folder(self) -> Path:
         return self.out / f"{self.control.name}-seed{self.seed}"
 
-    def summary(self) -> dict[str, Any] | None:
-        """What the run's report says, or None if the run has not ended."""
+    def result(self, steps: int, questions: int) -> Result | None:
+        """What came of the run, or None if it has not ended, or was of another size."""
         path = self.folder / "summary.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if not path.is_file():
+            return None
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        if (summary["steps"], summary["questions"]) != (steps, questions):
+            return None
+        lines = read_metrics(self.folder / "metrics.jsonl")
+        names = {title: evaluation_metric(lines, ending) for title, ending in PANELS.items()}
+        curves = {title: metric_series(lines, name) if name else ([], []) for title, name in names.items()}
+        columns = {column: _ends(summary, *place) for column, place in COLUMNS.items()}
+        return Result(self.control.name, self.seed, steps, questions, columns, curves)
 
-    def is_done(self, steps: int) -> bool:
-        summary = self.summary()
-        return summary is not None and summary["steps"] == steps
+
+def _ends(summary: dict[str, Any], part: str, key: str) -> tuple[float | None, float | None]:
+    row = (summary["table"] if part == "table" else summary["hops"][part])[key]
+    return row["before"], row["after"]
 
 
-def progress(runs: Sequence[Run], steps: int) -> Table:
+def read_results(path: Path, steps: int, questions: int) -> list[Result]:
+    """The results of this size in a file of `write_results`; none if there is no file."""
+    if not path.is_file():
+        return []
+    results = [Result(**record) for record in json.loads(path.read_text(encoding="utf-8"))]
+    return [result for result in results if (result.steps, result.questions) == (steps, questions)]
+
+
+def write_results(path: Path, results: Sequence[Result]) -> None:
+    """One line a run, so that a change shows which run it is of."""
+    lines = [json.dumps(asdict(result)) for result in results]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+
+
+def progress(runs: Sequence[Run], steps: int, questions: int) -> Table:
     """A line a run: done or not, exact match before and after, searches."""
-    table = Table(title=f"{sum(run.is_done(steps) for run in runs)} of {len(runs)} runs are done")
+    results = [run.result(steps, questions) for run in runs]
+    table = Table(title=f"{sum(result is not None for result in results)} of {len(runs)} runs are done")
     for heading in ("control", "seed", "state", *COLUMNS):
         table.add_column(heading)
-    for run in runs:
-        summary = run.summary() if run.is_done(steps) else None
-        cells = [_before_after([summary], column) for column in COLUMNS] if summary else [""] * len(COLUMNS)
-        table.add_row(run.control.name, str(run.seed), "done" if summary else "to do", *cells)
+    for run, result in zip(runs, results, strict=True):
+        cells = [_before_after([result], column) for column in COLUMNS] if result else [""] * len(COLUMNS)
+        table.add_row(run.control.name, str(run.seed), "done" if result else "to do", *cells)
     return table
 
 
-def markdown(controls: Sequence[Control], done: Sequence[Run]) -> str:
+def markdown(controls: Sequence[Control], results: Sequence[Result]) -> str:
     """The table for docs/evidence.md (means and ranges over seeds), and a sentence for each control."""
     heads = ["control", "seeds", *COLUMNS]
     lines = ["| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads))]
     sentences = []
     for control in controls:
-        summaries = [summary for run in done if run.control is control and (summary := run.summary())]
-        if summaries:
-            cells = [_before_after(summaries, column) for column in COLUMNS]
-            lines.append("| " + " | ".join([control.title, str(len(summaries)), *cells]) + " |")
+        own = [result for result in results if result.control == control.name]
+        if own:
+            cells = [_before_after(own, column) for column in COLUMNS]
+            lines.append("| " + " | ".join([control.title, str(len(own)), *cells]) + " |")
             sentences.append(f"* **{control.title}** ({_flags(control)}): {control.expectation}")
-    missing = [control.title for control in controls if not any(run.control is control for run in done)]
+    missing = [control.title for control in controls if all(result.control != control.name for result in results)]
     note = [f"Not run yet: {'; '.join(missing)}."] if missing else []
     return "\n".join([*lines, "", *sentences, "", *note]).rstrip() + "\n"
 
@@ -90,15 +131,14 @@ def _flags(control: Control) -> str:
     return f"`{' '.join(control.flags)}`" if control.flags else "no further flags"
 
 
-def _before_after(summaries: Sequence[dict[str, Any]], column: str) -> str:
+def _before_after(results: Sequence[Result], column: str) -> str:
     """`0.05 -> 0.78`, each a mean over the runs; `missing` where a run lacks the number.
 
     Of several runs also the lowest and the highest number at the end: `0.05 -> 0.78 (0.74 to 0.81)`.
     """
-    part, key = COLUMNS[column]
-    rows = [(summary["table"] if part == "table" else summary["hops"][part])[key] for summary in summaries]
-    means = " -> ".join(_mean([row[when] for row in rows]) for when in ("before", "after"))
-    ends = [row["after"] for row in rows if row["after"] is not None]
+    before, after = zip(*(result.columns[column] for result in results), strict=True)
+    means = f"{_mean(before)} -> {_mean(after)}"
+    ends = [value for value in after if value is not None]
     return f"{means} ({min(ends):.2f} to {max(ends):.2f})" if len(ends) > 1 else means
 
 
@@ -107,12 +147,12 @@ def _mean(values: Sequence[float | None]) -> str:
     return f"{statistics.fmean(known):.2f}" if len(known) == len(values) else "missing"
 
 
-def draw(controls: Sequence[Control], done: Sequence[Run], png: Path) -> None:
+def draw(controls: Sequence[Control], results: Sequence[Result], png: Path) -> None:
     """Three panels; a thin line for each run, a thick one for each control's mean over its seeds."""
     figure, axes = plt.subplots(1, len(PANELS), figsize=(4.6 * len(PANELS), 4.4), layout="constrained")
-    for ax, (title, ending) in zip(axes, PANELS.items(), strict=True):
+    for ax, title in zip(axes, PANELS, strict=True):
         for i, control in enumerate(controls):
-            series = [_series(run, ending) for run in done if run.control is control]
+            series = [result.curves[title] for result in results if result.control == control.name]
             for steps, values in series:
                 ax.plot(steps, values, color=f"C{i}", lw=0.7, alpha=0.6)
             if series:
@@ -128,12 +168,6 @@ def draw(controls: Sequence[Control], done: Sequence[Run], png: Path) -> None:
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(png, dpi=110)
     plt.close(figure)
-
-
-def _series(run: Run, ending: str) -> tuple[list[int], list[float]]:
-    lines = read_metrics(run.folder / "metrics.jsonl")
-    name = evaluation_metric(lines, ending)
-    return metric_series(lines, name) if name else ([], [])
 
 
 def put_into(page: str, table: str) -> str:
