@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,10 +20,12 @@ RUN_SECONDS = 600.0
 
 
 @contextmanager
-def started_training(flags: list[str], folder: Path = ROOT) -> Iterator[subprocess.Popen[str]]:
+def started_training(
+    flags: list[str], folder: Path = ROOT, environment: Mapping[str, str] = {}
+) -> Iterator[subprocess.Popen[str]]:
     """`train.py`, typed in `folder`, in a session of its own as from a terminal; killed if it still runs.
 
-    Its output is captured.
+    It has the variables of `environment` besides this process's. Its output is captured.
     """
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *flags],
@@ -32,7 +34,7 @@ def started_training(flags: list[str], folder: Path = ROOT) -> Iterator[subproce
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(environment),
     )
     try:
         yield process
@@ -43,9 +45,9 @@ def started_training(flags: list[str], folder: Path = ROOT) -> Iterator[subproce
         process.stdout.close()
 
 
-def run_training(flags: list[str], folder: Path = ROOT) -> tuple[int, str]:
+def run_training(flags: list[str], folder: Path = ROOT, environment: Mapping[str, str] = {}) -> tuple[int, str]:
     """Exit code and output of a finished run; one that does not finish in time fails the test."""
-    with started_training(flags, folder) as process:
+    with started_training(flags, folder, environment) as process:
         try:
             output, _ = process.communicate(timeout=RUN_SECONDS)
         except subprocess.TimeoutExpired:

@@ -1,0 +1,88 @@
+"""Runs over two nodes of one Ray cluster, with real trainers, engines and sockets between the nodes' own addresses."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.e2e.runs import processes_of, run_training, started_training, wait_until
+from tests.e2e.test_resume import content
+from tests.two_nodes import Cluster, ray_cluster
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+
+STEPS = 2
+TWO_RANKS = ["--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1"]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    # Not below pytest's own folder: paths of Ray's sockets would be too long there.
+    with tempfile.TemporaryDirectory(prefix="nodes_", dir="/tmp") as folder, ray_cluster(Path(folder), [2, 2]) as nodes:
+        yield nodes
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_trainer_and_engines_on_two_nodes_end_as_on_one(cluster, flags, tmp_path):
+    code, output = run_training([*flags, *TWO_RANKS, "--rollout-num-gpus", "2"], environment=cluster.environment)
+    assert code == 0, output
+    lines = metrics_of(tmp_path / "run")
+    assert all(line["train/rollout_logprob_abs_diff"] < 1e-4 for line in lines)  # the probe, of both engines
+    trained = [line for line in lines if line["step"] > 0]
+    assert all(line["train/train_rollout_logprob_abs_diff"] < 1e-4 for line in trained)
+    assert all(line["rollout/searches"] > 0 for line in trained)
+    assert processes_of(tmp_path / "run") == []
+    one_node = [
+        *("--debug-train-only", str(tmp_path / "save"), "--save", str(tmp_path / "again")),
+        *("--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2", "--run-dir", str(tmp_path / "one_node")),
+    ]
+    code, output = run_training([*flags, *one_node])
+    assert code == 0, output
+    found, expected = content(tmp_path / "save", STEPS), content(tmp_path / "again", STEPS)
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
+    again = [line for line in metrics_of(tmp_path / "one_node") if line["step"] > 0]
+    for name in ("train/loss", "train/grad_norm"):
+        assert [line[name] for line in trained] == [line[name] for line in again]
+
+
+def test_a_node_of_engines_dies_and_the_run_goes_on_with_one_node(cluster, flags, tmp_path):
+    """Trainer on the first node, engines on the second, weights over the network."""
+    flags = [flag for flag in flags if flag != "--colocate"]
+    apart = ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2", "--update-weights-through", "distributed"]
+    tracker = tmp_path / "save/latest_checkpointed_iteration.txt"
+    with started_training([*flags, *apart, "--num-rollout", "100"], environment=cluster.environment) as process:
+        wait_until(lambda: tracker.exists() or process.poll() is not None, "the first checkpoint")
+        assert process.poll() is None, process.communicate()[0]
+        engines = [found for found in processes_of(tmp_path / "run") if "sleuth.engine.launch" in found.cmdline()]
+        tree = psutil.Process(cluster.nodes[1].pid).children(recursive=True)
+        assert len(engines) == 2
+        assert all(engine in tree for engine in engines)
+        began = time.monotonic()
+        for member in [psutil.Process(cluster.nodes[1].pid), *tree]:
+            member.kill()
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert time.monotonic() - began < 60
+    *_, death, _, advice = output.splitlines()
+    assert f"found {cluster.addresses[1]} dead" in death
+    assert advice.startswith(f"--load {tmp_path / 'save'} goes on from step ")
+    assert processes_of(tmp_path / "run") == []
+
+    steps = int(tracker.read_text()) + 1
+    fewer = ["--colocate", "--load", str(tmp_path / "save"), "--num-rollout", str(steps)]
+    code, output = run_training([*flags, *fewer], environment=cluster.environment)
+    assert code == 0, output
+    assert f"resumed from step {steps - 1} of" in output
+    last = metrics_of(tmp_path / "run")[-1]
+    assert last["step"] == steps
+    assert last["train/train_rollout_logprob_abs_diff"] < 1e-4
