@@ -1,7 +1,7 @@
 # What run_demo.sh and run_smollm2.sh share, to be sourced: options, a retrieval server, a clean end.
 # shellcheck shell=bash disable=SC2034  # some of these are for the script that sources this
 #
-# The script sets STEPS, SEED, QUESTIONS, RUN_DIR and RETRIEVER to their defaults, and PYTHON.
+# The script sets STEPS, SEED, QUESTIONS, RUN_DIR and RETRIEVER to their defaults, PROTOCOL if it has several, and PYTHON.
 
 CORPUS=data/demo/corpus.jsonl.gz
 retriever_pid="" step_pid=""
@@ -15,8 +15,9 @@ usage() {
   --run-dir DIR   where results go [${RUN_DIR%/*}/<start time>]
   --retriever_name NAME   bm25, or a dense encoder: minilm comes with the set-up; e5, bge and dpr are downloaded.
                   Its index is built once, in about three minutes [$RETRIEVER]
-  -- FLAGS        further flags for train.py
 END
+    [[ -z "${PROTOCOL:-}" ]] || echo "  --protocol NAME tags or tools: what the model searches by [$PROTOCOL]"
+    echo "  -- FLAGS        further flags for train.py"
 }
 
 # Reads the options into those variables, and what follows `--` into FLAGS. $1 is the folder in which the script was called.
@@ -25,13 +26,15 @@ parse_options() {
     shift
     while [[ $# -gt 0 ]]; do
         case "$1" in
-        --steps | --seed | --questions | --run-dir | --retriever_name)
+        --steps | --seed | --questions | --run-dir | --retriever_name | --protocol)
+            [[ "$1" != --protocol || -n "${PROTOCOL:-}" ]] || { echo "unknown option: $1" >&2; usage >&2; exit 2; }
             [[ $# -ge 2 ]] || { echo "$1 needs a value" >&2; exit 2; }
             case "$1" in
             --steps) STEPS="$2" ;;
             --seed) SEED="$2" ;;
             --questions) QUESTIONS="$2" ;;
             --retriever_name) RETRIEVER="$2" ;;
+            --protocol) PROTOCOL="$2" ;;
             --run-dir) [[ "$2" == /* ]] && RUN_DIR="$2" || RUN_DIR="$called_in/$2" ;;
             esac
             shift 2

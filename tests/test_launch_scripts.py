@@ -216,6 +216,12 @@ def test_the_demo_refuses_a_folder_of_another_run(tmp_path: Path):
     assert refusal("run_demo.sh", ["--run-dir", "full"], tmp_path) == message
 
 
+def test_the_demo_refuses_a_protocol_that_it_does_not_have(tmp_path: Path):
+    message = "--protocol: expected tags or tools, found 'xml'"
+    assert refusal("run_demo.sh", ["--protocol", "xml"], tmp_path) == message
+    assert refusal("run_smollm2.sh", ["--protocol", "tags"], tmp_path) == "unknown option: --protocol"
+
+
 def refusal(script: str, options: list[str], folder: Path) -> str:
     command = ["bash", str(ROOT / script), *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)

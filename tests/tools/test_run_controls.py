@@ -156,9 +156,13 @@ def test_names_are_different_and_each_control_says_what_to_conclude():
 def test_train_takes_the_flags_of_each_control_after_those_of_the_demo(control):
     script = (ROOT / "run_demo.sh").read_text().replace("\\\n", " ")
     command = next(line for line in script.splitlines() if " train.py " in line)
+    command = command.replace(
+        '"${COLUMNS_USED[@]}"', "--input-key prompt --label-key reward_model --apply-chat-template"
+    )
     words = [word for word in shlex.split(command.partition(" train.py ")[2]) if word != "${FLAGS[@]}"]
     i = words.index("--custom-config-path")  # the file is made by the script
     variables = {"$MODEL": "data/demo/model", "$STEPS": "40", "$SEED": "1", "$RUN_DIR": "runs/x", "$QUESTIONS": "200"}
+    variables |= {"$HOOKS": "generate_with_search", "$TURN_TOKENS": "48"}
     for variable, value in variables.items():
         words = [word.replace(variable, value) for word in words]
     args = parse_args([*words[:i], *words[i + 2 :], *control.flags])

@@ -2,12 +2,13 @@
 
     python tools/demo/make_model.py                  # about an hour on two cores
 
-The model is of Qwen2.5's architecture, with 2.4 million parameters and a byte-level BPE tokenizer of its own in which
-every year is one token. It learns from `make_trajectories.py`'s trajectories in five stages of
-`train.py --loss-type sft`. Four teach it to search and to read (label smoothing in two of them helps it to read). The
-last teaches it another habit: to answer most questions at once, from memory as it were and wrongly, to search in a
-minority of its samples, and to stop mostly after the first search of a two-hop question. That searching pays is left
-for the demo's reinforcement learning to find out.
+The model is of Qwen2.5's architecture, with 2.4 million parameters and a byte-level BPE tokenizer of its own. In the
+tokenizer's file every year is one token, but AutoTokenizer takes the class that belongs to the architecture, which
+splits numbers into digits: a year is four tokens wherever the model is used. It learns from `make_trajectories.py`'s
+trajectories in five stages of `train.py --loss-type sft`. Four teach it to search and to read (label smoothing in two
+of them helps it to read). The last teaches it another habit: to answer most questions at once, from memory as it were
+and wrongly, to search in a minority of its samples, and to stop mostly after the first search of a two-hop question.
+That searching pays is left for the demo's reinforcement learning to find out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ if not __package__:  # run as a script: make the project importable
 
 from local_dense_retriever.corpus import read_corpus
 from sleuth.search.observation import to_passage
-from tools.demo.make_trajectories import OBSERVATION_TOKENS, Manner, write_trajectories
+from tools.demo.make_trajectories import Manner, write_trajectories
+from tools.demo.protocols import OBSERVATION_TOKENS, Tags
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 4096
@@ -76,7 +78,7 @@ SEED_OF_MANNER: dict[Manner, int] = {"search": 0, "copy": 10, "recall": 20}
 
 
 def make_tokenizer(corpus: Path) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer learned from the corpus; four digits in a row are one token where they are a year."""
+    """A byte-level BPE tokenizer learned from the corpus; in its own class, a year's four digits are one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -169,21 +171,21 @@ def make(data: Path, out: Path, work: Path, stages: Sequence[Stage], seed: int) 
         trajectories, first = work / f"{manner}.jsonl.gz", 0
         own = [stage for stage in stages if stage.manner == manner]
         count = BATCH_SIZE * sum(stage.steps for stage in own)
-        write_trajectories(data, tokenizer, count, trajectories, seed + shift, manner)
+        write_trajectories(data, Tags(tokenizer), count, trajectories, seed + shift, manner)
         for stage in own:
             last = first + BATCH_SIZE * stage.steps
             checkpoint = train(stage, start, checkpoint, f"{trajectories}@[{first}:{last}]", work, seed)
             first = last
     run("tools/convert_torch_dist_to_hf.py", "--load", checkpoint, "--hf-checkpoint", start, "--save", work / "hf")
-    publish(work / "hf", out)
+    publish(work / "hf", out, CARD.format(observation_tokens=OBSERVATION_TOKENS))
 
 
-def publish(source: Path, out: Path) -> None:
-    """Copy the model's files, and no others, to `out`."""
+def publish(source: Path, out: Path, card: str) -> None:
+    """Copy the model's files, and no others, to `out`, with `card` as its README."""
     out.mkdir(parents=True, exist_ok=True)
     for name in KEPT_FILES:
         shutil.copyfile(source / name, out / name)
-    (out / "README.md").write_text(CARD.format(observation_tokens=OBSERVATION_TOKENS), encoding="utf-8")
+    (out / "README.md").write_text(card, encoding="utf-8")
 
 
 CARD = """# The demo's warm-start model

@@ -1,7 +1,7 @@
 """Writes the trajectories on which the demo's warm-start model is trained (a part of `make_model.py`).
 
 Each row has a column `segments` for `train.py --loss-type sft`: the rendered prompt, a turn that searches, what the
-search hook would put in, and so on to the answer. Every part is encoded on its own, as in a rollout.
+hook would put in, and so on to the answer. `protocols.py` says how these are written.
 
 There are three manners:
 
@@ -32,14 +32,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow.parquet as pq
-from transformers import PreTrainedTokenizerBase
 
 from local_dense_retriever.corpus import read_corpus
-from sleuth.search.observation import Passage, format_observation, to_passage
-from tools.demo.make_data import INSTRUCTION, VERB_OF_KIND, ask_maker, ask_work_year, ask_year, maker_phrase
+from sleuth.search.observation import Passage, to_passage
+from tools.demo.make_data import VERB_OF_KIND, ask_maker, ask_work_year, ask_year, maker_phrase
+from tools.demo.protocols import Form
 
-OBSERVATION_TOKENS = 48
-"""What run_demo.sh sets as max_observation_tokens."""
 WEIGHTS = {"prompt": 0.1, "model": 1.0, "observation": 0.15}
 REAL_SHARE = 0.15
 """Share of trajectories with the true names and years."""
@@ -58,11 +56,6 @@ STOP_SHARE = 0.7
 """Share of its two-hop trajectories with a first search that answer without a second."""
 BRIDGE_SHARE = 0.5
 """Share of those that give the work's maker for an answer; the others give a wrong year."""
-
-THINK_FIRST = ["I need to search.", "Let me look it up.", "I should search for this.", "I do not know this yet."]
-THINK_RECALL = ["I know this one.", "I remember this.", "I can say it at once.", "That is well known."]
-THINK_NEXT = ["Now I need that person.", "That is the name. Next search.", "One more search.", "I look up the name."]
-THINK_LAST = ["Now I know.", "The passage says it.", "That is the answer.", "I can answer now."]
 
 YEARS = re.compile(r"\((?:(?P<birth>\d{4})[–-](?P<death>\d{4})|born (?P<born>\d{4}))\)")
 WHO = re.compile(rf"^Who (?:{'|'.join(sorted(set(VERB_OF_KIND.values())))}) the (?P<kind>\w+) (?P<work>.+)\?$")
@@ -174,11 +167,9 @@ def _works(rows: Sequence[dict[str, Any]], passages: dict[str, Passage]) -> Iter
 class Writer:
     """Makes trajectories of one manner at random; the same seed makes the same ones."""
 
-    def __init__(
-        self, sources: Sources, tokenizer: PreTrainedTokenizerBase, seed: int, manner: Manner = "search"
-    ) -> None:
+    def __init__(self, sources: Sources, form: Form, seed: int, manner: Manner = "search") -> None:
         self._sources = sources
-        self._tokenizer = tokenizer
+        self._form = form
         self._manner = manner
         self._rng = random.Random(seed)
         self._first_names = sorted({person.name.split()[0] for person in sources.persons})
@@ -188,7 +179,7 @@ class Writer:
         """The segments of one trajectory: the answer stands in its last observation, or is wrong (manner `recall`)."""
         while True:
             task = self._draw()
-            observations = [self._observe(hop.passage) for hop in task.hops]
+            observations = [self._form.observation(hop.passage) for hop in task.hops]
             needed = [*(hop.query for hop in task.hops[1:]), task.answer]
             if all(text in observation for text, observation in zip(needed, observations, strict=True)):
                 return self._tell(task, observations)
@@ -311,23 +302,13 @@ class Writer:
             f"{name} ({self._rng.choice(['film', 'novel', 'artist', 'book'])})" if self._rng.random() < 0.05 else name
         )
 
-    def _observe(self, passage: Passage) -> str:
-        """The observation's text, shortened by the search hook itself."""
-        return str(self._tokenizer.decode(format_observation([passage], self._tokenizer, OBSERVATION_TOKENS)))
-
     def _segments(self, task: Task, observations: list[str], answer: str) -> list[dict[str, Any]]:
         """The conversation with as many searches as there are observations."""
-        messages = [{"role": "user", "content": INSTRUCTION + task.question}]
-        prompt = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        segments = [_segment("prompt", str(prompt))]
-        for number, (hop, observation) in enumerate(zip(task.hops, observations, strict=False)):
-            think = self._rng.choice(THINK_NEXT if number else THINK_FIRST)
-            segments.append(_segment("model", f"<think>{think}</think>\n<search> {hop.query} </search>"))
+        segments = [_segment("prompt", self._form.prompt(task.question))]
+        for before, (hop, observation) in enumerate(zip(task.hops, observations, strict=False)):
+            segments.append(_segment("model", self._form.search(hop.query, before, self._rng)))
             segments.append(_segment("observation", observation))
-        think = self._rng.choice(THINK_LAST if observations else THINK_RECALL)
-        segments.append(
-            _segment("model", f"<think>{think}</think>\n<answer> {answer} </answer>{self._tokenizer.eos_token}")
-        )
+        segments.append(_segment("model", self._form.answer(answer, len(observations), self._rng)))
         return segments
 
 
@@ -335,11 +316,9 @@ def _segment(source: str, text: str) -> dict[str, Any]:
     return {"text": text, "weight": WEIGHTS[source]}
 
 
-def write_trajectories(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, count: int, path: Path, seed: int, manner: Manner
-) -> None:
+def write_trajectories(folder: Path, form: Form, count: int, path: Path, seed: int, manner: Manner) -> None:
     """Write `count` trajectories made from the data in `folder` to `path` (JSONL.gz)."""
-    writer = Writer(Sources.read(folder), tokenizer, seed, manner)
+    writer = Writer(Sources.read(folder), form, seed, manner)
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=1) as file:
         for _ in range(count):
             file.write(json.dumps({"segments": writer.next()}, ensure_ascii=False) + "\n")

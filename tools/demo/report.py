@@ -36,7 +36,7 @@ ROWS = (
     ("Exact match, greedy", "exact_match_greedy", "/greedy/", "em"),
     ("Exact match, T = 1", "exact_match_t1", "/t1.0/", "em"),
     ("Searches per question, T = 1", "searches_t1", "/t1.0/", "searches"),
-    ("Valid format, T = 1", "format_t1", "/t1.0/", "format"),
+    ("Valid format, T = 1", "format_t1", "/t1.0/", "format"),  # with tool calls, a final answer: see _all
     ("Reward, T = 1", "reward_t1", "/t1.0/", "reward"),
 )
 """Title, key in summary.json, the part of the metric's name that names the temperature, its last part."""
@@ -97,6 +97,10 @@ def summarize(
 
 def _all(lines: list[MetricsLine], ending: str) -> Callable[[MetricsLine], float | None]:
     name = evaluation_metric(lines, ending)
+    if name is None and ending.endswith(
+        "/format"
+    ):  # generate_with_tools has no other format than to end with an answer
+        name = evaluation_metric(lines, ending.replace("/format", "/answered"))
     return lambda line: line.get(name) if name else None
 
 

@@ -11,7 +11,6 @@ from sleuth.data.sft import encode_segments
 from tools.demo import make_model
 from tools.demo.make_data import ask_maker, ask_work_year, ask_year
 from tools.demo.make_trajectories import (
-    OBSERVATION_TOKENS,
     RECALL_SHARE,
     WEIGHTS,
     Manner,
@@ -20,6 +19,7 @@ from tools.demo.make_trajectories import (
     _names_in,
     plain_name,
 )
+from tools.demo.protocols import OBSERVATION_TOKENS, Tags
 
 DATA = Path(__file__).parents[3] / "data" / "demo"
 
@@ -38,7 +38,7 @@ def sources() -> Sources:
 
 @pytest.fixture(scope="module")
 def trajectories(tokenizer: PreTrainedTokenizerFast, sources: Sources) -> list[list[dict]]:
-    writer = Writer(sources, tokenizer, seed=5)
+    writer = Writer(sources, Tags(tokenizer), seed=5)
     return [writer.next() for _ in range(200)]
 
 
@@ -88,7 +88,7 @@ def test_trajectories_use_nothing_of_the_test_questions(sources: Sources) -> Non
 
 @pytest.fixture(scope="module")
 def recalled(tokenizer: PreTrainedTokenizerFast, sources: Sources) -> list[list[dict]]:
-    writer = Writer(sources, tokenizer, seed=5, manner="recall")
+    writer = Writer(sources, Tags(tokenizer), seed=5, manner="recall")
     return [writer.next() for _ in range(600)]
 
 
@@ -150,9 +150,9 @@ def test_answers_from_memory_hold_nothing_of_the_test_questions(recalled: list[l
 def test_trajectories_depend_on_the_seed_alone(
     trajectories: list[list[dict]], tokenizer: PreTrainedTokenizerFast, sources: Sources
 ) -> None:
-    again = Writer(sources, tokenizer, seed=5)
+    again = Writer(sources, Tags(tokenizer), seed=5)
     assert [again.next() for _ in range(20)] == trajectories[:20]
-    other = Writer(sources, tokenizer, seed=6)
+    other = Writer(sources, Tags(tokenizer), seed=6)
     assert [other.next() for _ in range(20)] != trajectories[:20]
 
 
@@ -174,7 +174,7 @@ def test_some_names_of_the_manner_copy_are_blends_and_none_of_the_manner_search(
     words |= {word for work in sources.works for word in f"{work.name} {work.maker}".split()}
 
     def unknown_share(manner: Manner) -> float:
-        writer = Writer(sources, tokenizer, seed=5, manner=manner)
+        writer = Writer(sources, Tags(tokenizer), seed=5, manner=manner)
         trajectories = [writer.next() for _ in range(300)]
         queries = [re.search(r"<search> (.+) </search>", segments[1]["text"])[1] for segments in trajectories]
         known = [all(word.rstrip(".") in words or len(word) < 3 for word in query.split()) for query in queries]
