@@ -315,7 +315,8 @@ class TrainSample:
     `token_ids` [T]: prompt and response. The other lists are [R], one entry for each of the last
     R = T - prompt_length tokens: `loss_mask` (0 or 1; any weight >= 0 in supervised training),
     `rollout_log_probs` (nats, from the engine; empty in supervised training) and `advantages`. `reward` and `index`
-    (the sample's place in its step, group after group) are for a trainer that computes advantages itself.
+    (the sample's place in its step, group after group) are for a trainer that computes advantages itself. `logged`: the
+    trajectory is written down, so the trainer hands back its log-probabilities.
     """
 
     token_ids: list[int]
@@ -325,6 +326,7 @@ class TrainSample:
     advantages: list[float] = field(default_factory=list)
     reward: float = 0.0
     index: int = -1
+    logged: bool = False
 
     def __post_init__(self) -> None:
         response = len(self.token_ids) - self.prompt_length

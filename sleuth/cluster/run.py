@@ -58,7 +58,7 @@ class Run:
         self.finish_save(wait=False)
         with self._held(f"finishing the training of step {step}, to save it"):
             self._whole = False
-            metrics |= self.trainer.train(data.shards)
+            metrics |= self.trainer.train(step, data.shards)
             self.progress.done, self._rollout_state, self._whole = step, state, True
 
     def save(self) -> None:

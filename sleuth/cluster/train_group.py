@@ -24,6 +24,7 @@ from sleuth.engine.key import engine_key, use_engine_key
 from sleuth.meeting import join_meeting, open_meeting
 from sleuth.metrics.memory import GB, gpu_memory, process_memory
 from sleuth.metrics.speed import peak_tflops
+from sleuth.metrics.trajectories import step_trajectories, write_trainer_log_probs
 from sleuth.paths import enter_working_folder
 from sleuth.processes import ProcessName
 from sleuth.weight_sync.control import AFTERMATH_SECONDS
@@ -81,10 +82,11 @@ class TrainActor:
         self._push = WeightPush(self.args, self.run_dir, self.trainer, self.sources)
         return self.trainer.steps_done, self.trainer.rollout_state
 
-    def train(self, shards: Sequence[ray.ObjectRef]) -> dict[str, float]:
-        """Fetch this rank's share, and no other, and train on it."""
+    def train(self, shards: Sequence[ray.ObjectRef]) -> tuple[dict[str, float], dict[int, list[float | None]]]:
+        """Fetch this rank's share, and no other, and train on it; metrics, and log-probabilities of logged samples."""
         shard: list[OptimizerStepBatch] = ray.get(shards[self.trainer.data_parallel_rank])
-        return self.trainer.train(shard) | self._device_metrics()
+        metrics = self.trainer.train(shard) | self._device_metrics()
+        return metrics, self.trainer.logged_log_probs
 
     def _device_metrics(self) -> dict[str, float]:
         """This rank's memory; on a GPU also the most that its tensors took, and what the GPU can do at most."""
@@ -128,7 +130,7 @@ class TrainGroup:
     """All ranks of the trainer. `waiter` waits for them."""
 
     def __init__(self, args: Args, run_dir: Path, placement: Placement, waiter: Waiter) -> None:
-        self.args, self.waiter = args, waiter
+        self.args, self.run_dir, self.waiter = args, run_dir, waiter
         remote: Any = ray.remote(TrainActor)
         env = {"TORCHDYNAMO_DISABLE": "1"} if placement.trainer[0].gpu_id is None else {}
         world_size = len(placement.trainer)
@@ -155,11 +157,17 @@ class TrainGroup:
         limit = self.args.train_timeout if limited else None
         return self.waiter.get(references, Wait(what, limit, "--train-timeout", noted))
 
-    def train(self, shards: list[ray.ObjectRef]) -> dict[str, float]:
-        """Train on one step's data, `shards[data-parallel rank]`; the metrics of rank 0, and each rank's memory."""
+    def train(self, step: int, shards: list[ray.ObjectRef]) -> dict[str, float]:
+        """Train on the data of `step`, `shards[data-parallel rank]`; the metrics of rank 0, and each rank's memory.
+
+        The trainer's log-probabilities of the trajectories that are logged are written beside them.
+        """
         self.turn_to(Turn.TRAIN)
         ranks = self._wait([actor.train.remote(shards) for actor in self._actors], "training", noted=board.TRAINING)
-        return dict(ChainMap(*ranks))
+        logged = dict(ChainMap(*(log_probs for _, log_probs in ranks)))
+        if logged:
+            write_trainer_log_probs(step_trajectories(self.run_dir, step), [logged[index] for index in sorted(logged)])
+        return dict(ChainMap(*(metrics for metrics, _ in ranks)))
 
     def lend(self, parts: tuple[Part, ...]) -> None:
         """Free the memory of these parts on every rank's device."""

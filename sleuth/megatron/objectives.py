@@ -106,7 +106,9 @@ class _Policy:
     def __call__(self, batch: MicroBatch, statistics: Tensor) -> tuple[Tensor, Metrics]:
         args, weights = self.args, batch.weights
         train_log_probs, entropy = statistics[:, _LOG_PROB], statistics[:, _ENTROPY]
-        old_log_probs = train_log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+        if batch.old_log_probs is None:  # the weights have not changed yet in this step
+            batch.old_log_probs = train_log_probs.detach()
+        old_log_probs = batch.old_log_probs
         rollout_log_probs = batch.of_selected(batch.local.rollout_log_probs)
         policy = estimator_loss(
             args.advantage_estimator,

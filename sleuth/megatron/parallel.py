@@ -115,6 +115,12 @@ def is_last_stage() -> bool:
     return parallel_state.is_pipeline_last_stage()
 
 
+def is_first_copy() -> bool:
+    """Whether no other rank of this stage that has the same samples comes before this one."""
+    ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+    return ranks == (0, 0)
+
+
 def sum_over_data(values: Tensor) -> Tensor:
     """Sum `values` over data- and context-parallel ranks, in place."""
     dist.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))

@@ -128,6 +128,8 @@ class Trainer:
         self._hook = ImportanceSampling(args, hook_path) if hook_path else None
         self.passes = Counter()
         """Of the model, in the call of `train` under way; whoever wants to know of them sets its `report`."""
+        self.logged_log_probs: dict[int, list[float | None]] = {}
+        """See `train`."""
         self.steps_done = 0
         self.rollout_state: dict[str, Any] = {}
         self.checkpoints = Checkpoints(self.chunks, self.optimizer)
@@ -149,6 +151,10 @@ class Trainer:
         Returns metrics: `train/...`, and those of an importance-sampling hook that have other names. They are means
         over the optimizer steps and, except for times, equal on all ranks. Raises FloatingPointError if a loss or
         gradient is not finite.
+
+        Afterwards `logged_log_probs` holds, by `index`, the log-probabilities [R] of the response tokens of this rank's
+        samples that are `logged`: in nats, at the rollout temperature, before the step's updates, None at tokens that
+        are not trained on. Only one rank has those of a sample. There are none in supervised training.
         """
         per_token = self.args.calculate_per_token_loss or self.args.loss_type == "sft"
         multiple = length_multiple(self.args)
@@ -156,17 +162,24 @@ class Trainer:
             [MicroBatch.build(samples, step, multiple=multiple, per_token=per_token) for samples in step.micro_batches]
             for step in steps
         ]
+        batches = [batch for step in plan for batch in step]
         metrics: dict[str, float] = {}
+        self.logged_log_probs = {}
         if self.args.loss_type == "policy":
             with timed(metrics, "score"):
                 prepared = self._prepare(plan, sum(step.num_samples for step in steps))
             metrics |= prepared
+        scored = batches[0].old_log_probs is not None
+        if scored:  # before a hook takes tokens away
+            self.logged_log_probs = self._logged(batches)
         try:
             results = self._optimizer_steps(plan)
         except FloatingPointError as error:
             self.checkpoints.finish()  # so that what is said of the newest checkpoint holds from now on
             raise FloatingPointError(f"{error}{self._newest.gave_up(self.optimizer.steps_done)}") from None
         self._newest.went_on()
+        if not scored:
+            self.logged_log_probs = self._logged(batches)
         self._gather_weights()
         metrics |= {name: sum(r[name] for r in results) / len(results) for name in set().union(*results)}
         metrics["loss_tokens"] = sum(result["tokens"] for result in results)
@@ -300,6 +313,19 @@ class Trainer:
             self.passes.start(len(batches), "micro-batches scored")
             for batch, values in zip(batches, score(self._ddp, batches, options, one_done), strict=True):
                 batch.old_log_probs = values
+
+    def _logged(self, batches: list[MicroBatch]) -> dict[int, list[float | None]]:
+        """What `train` says of `logged_log_probs`."""
+        found: dict[int, list[float | None]] = {}
+        for batch in batches:
+            if batch.old_log_probs is None or not any(sample.logged for sample in batch.samples):
+                continue
+            row = batch.whole_row(batch.old_log_probs).cpu()
+            for sample, values in zip(batch.samples, batch.packed.split_responses(row), strict=True):
+                if sample.logged:
+                    pairs = zip(values.tolist(), sample.loss_mask, strict=True)
+                    found[sample.index] = [value if mask else None for value, mask in pairs]
+        return found if parallel.is_first_copy() else {}
 
     def _optimizer_steps(self, plan: list[list[MicroBatch]]) -> list[dict[str, float]]:
         self.passes.start(sum(map(len, plan)), "micro-batches trained on")

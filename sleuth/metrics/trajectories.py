@@ -58,8 +58,33 @@ def write_trajectories(
         logger.warning("trajectories could not be written to %s; the run goes on", path, exc_info=True)
 
 
+def step_trajectories(run_dir: Path, step: int) -> Path:
+    """Where a run keeps the trajectories of a step's training."""
+    return run_dir / "trajectories" / f"step_{step:07d}.jsonl"
+
+
+def write_trainer_log_probs(path: Path, log_probs: Sequence[Sequence[float | None]]) -> None:
+    """Write the trainer's log-probabilities (nats) of the trajectories in `path`, in their order, beside them.
+
+    They are those of the response's tokens before the step's updates, None where a token is not trained on. If the
+    file cannot be written, the log says so and the run continues.
+    """
+    rounded = [[value if value is None else finite(round(value, 4)) for value in row] for row in log_probs]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(trainer_file(path), json.dumps({"log_probs": rounded}, allow_nan=False))
+    except OSError:
+        logger.warning("log-probabilities could not be written beside %s; the run goes on", path, exc_info=True)
+
+
+def trainer_file(path: Path) -> Path:
+    """Where the trainer's log-probabilities of the trajectories in `path` are."""
+    return path.with_suffix(".trainer.json")
+
+
 def _write(path: Path, records: list[dict[str, Any]], title: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    trainer_file(path).unlink(missing_ok=True)  # of other trajectories, where a step is done anew
     lines = [json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records]
     _replace(path, "".join(lines))
     _replace(path.with_suffix(".md"), f"# {path.stem}: {title}\n\n" + "\n".join(map(trajectory_markdown, records)))

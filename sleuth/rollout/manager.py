@@ -23,7 +23,7 @@ from sleuth.data import PromptStream, load_rows, load_sft_rows
 from sleuth.hooks import RolloutContext, drain_step_metrics, use_rollout_context
 from sleuth.metrics.progress import Report
 from sleuth.metrics.rollout_metrics import evaluation_metrics, evaluation_name, overlong_wait, rollout_metrics
-from sleuth.metrics.trajectories import write_trajectories
+from sleuth.metrics.trajectories import spread, step_trajectories, write_trajectories
 from sleuth.rollout.engine_client import EngineClient, embedding_size
 from sleuth.rollout.hook_runner import load_hooks
 from sleuth.rollout.journal import Journal
@@ -110,8 +110,9 @@ class RolloutManager:
         if journal is not None:
             journal.finish(rollout.groups, self.state_dict())
             metrics["rollout/from_journal"] = float(journal.taken)
-        self._write_trajectories(f"step_{step:07d}", samples)
-        return StepData(shard_batch(self.args, train_samples(self.args, rollout.groups)), metrics)
+        self._write_trajectories(step_trajectories(self.run_dir, step), samples)
+        logged = spread(range(len(samples)), self.args.log_trajectories)
+        return StepData(shard_batch(self.args, train_samples(self.args, rollout.groups, set(logged))), metrics)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate every data set of `--eval-prompt-data` at every `--eval-temperature`."""
@@ -125,8 +126,8 @@ class RolloutManager:
                 if wait := overlong_wait(rollout.samples):
                     logger.warning("evaluation %s: %s", full_name, wait)
                 metrics |= {f"eval/{full_name}/{key}": value for key, value in drain_step_metrics().items()}
-                name_of_file = f"eval_{step:07d}_{full_name.replace('/', '_')}"
-                self._write_trajectories(name_of_file, rollout.samples, evaluation=True)
+                path = self.run_dir / "trajectories" / f"eval_{step:07d}_{full_name.replace('/', '_')}.jsonl"
+                self._write_trajectories(path, rollout.samples, evaluation=True)
         return metrics
 
     def probe_ids(self) -> list[int]:
@@ -161,8 +162,7 @@ class RolloutManager:
     def state_dict(self) -> dict[str, Any]:
         return {"stream": self.stream.state_dict()}
 
-    def _write_trajectories(self, name: str, samples: list[Sample], *, evaluation: bool = False) -> None:
-        path = self.run_dir / "trajectories" / f"{name}.jsonl"
+    def _write_trajectories(self, path: Path, samples: list[Sample], *, evaluation: bool = False) -> None:
         write_trajectories(path, samples, self.tokenizer, self.args.log_trajectories, evaluation=evaluation)
 
 

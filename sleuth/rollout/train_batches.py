@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from sleuth.algo.context_parallel import length_multiple
@@ -11,15 +13,17 @@ from sleuth.arguments import Args
 from sleuth.sample import Sample, TrainSample
 
 
-def train_samples(args: Args, groups: list[list[Sample]]) -> list[TrainSample]:
+def train_samples(args: Args, groups: list[list[Sample]], logged: Collection[int] = ()) -> list[TrainSample]:
     """Every sample of every group as a TrainSample, with its advantage at each response token.
+
+    `logged`: the places, group after group, of the samples whose trajectories are written down.
 
     With `--kl-coef` the advantages stay empty: the rewards are complete only in the trainer, which computes the
     advantages (`sleuth.megatron.kl_penalty`).
     """
     samples = [sample for group in groups for sample in group]
     if args.kl_coef:
-        return [_train_sample(sample, None, index) for index, sample in enumerate(samples)]
+        return [_train_sample(sample, None, index, index in logged) for index, sample in enumerate(samples)]
     advantages = estimate_advantages(
         args.advantage_estimator,
         torch.tensor([[sample.reward for sample in group] for group in groups], dtype=torch.float64),
@@ -27,12 +31,12 @@ def train_samples(args: Args, groups: list[list[Sample]]) -> list[TrainSample]:
         normalize_std=not args.disable_grpo_std_normalization,
     )
     return [
-        _train_sample(sample, advantage, index)
+        _train_sample(sample, advantage, index, index in logged)
         for index, (sample, advantage) in enumerate(zip(samples, advantages.flatten().tolist(), strict=True))
     ]
 
 
-def _train_sample(sample: Sample, advantage: float | None, index: int) -> TrainSample:
+def _train_sample(sample: Sample, advantage: float | None, index: int, logged: bool) -> TrainSample:
     trace = sample.trace
     assert sample.reward is not None, "what is trained on was scored"
     return TrainSample(
@@ -43,6 +47,7 @@ def _train_sample(sample: Sample, advantage: float | None, index: int) -> TrainS
         advantages=[] if advantage is None else [advantage] * len(trace.response_ids),
         reward=sample.reward,
         index=index,
+        logged=logged,
     )
 
 

@@ -14,7 +14,7 @@ import orjson
 import yaml
 
 from sleuth.metrics.jsonl import MetricsLine, read_metrics
-from sleuth.metrics.trajectories import findings, headline, numbers, read_record
+from sleuth.metrics.trajectories import findings, headline, numbers, read_record, trainer_file
 from sleuth.viewer.index import Query, TrajectoryFile, select, trajectory_files
 from sleuth.viewer.pieces import load_tokenizer, token_texts
 
@@ -131,11 +131,11 @@ class Run:
 def trainer_log_probs(path: Path, number: int, length: int) -> list[float | None] | None:
     """The trainer's log-probabilities of a logged trajectory's response tokens, before the step's updates.
 
-    They lie beside the trajectories, in <name>.trainer.json: {"log_probs": [a list or null for each trajectory]}. Runs
-    do not write this file yet; whoever has the numbers can. None where there are none.
+    `sleuth.metrics.trajectories.write_trainer_log_probs` writes them. None where there are none, as for an evaluation,
+    or where they are not of this trajectory.
     """
     try:
-        found = orjson.loads(path.with_suffix(".trainer.json").read_bytes())["log_probs"][number]
+        found = orjson.loads(trainer_file(path).read_bytes())["log_probs"][number]
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return found if isinstance(found, list) and len(found) == length else None

@@ -102,11 +102,11 @@ class Machine:
         self.generate()
         return [[float(self.engine_weights)]]
 
-    def train(self, shards: Any) -> dict[str, float]:
+    def train(self, shards: Any) -> tuple[dict[str, float], dict[int, Any]]:
         assert self.trainer == set(TRAINER_PARTS)
         self.trainer_weights += 1
         self.note("trainer: train")
-        return {}
+        return {}, {}
 
     def push(self, urls: list[str], version: str, engines: list[int] | None) -> None:
         assert "weights" in self.engine

@@ -29,7 +29,7 @@ class Sides:
         self._raise_if_asked("generate")
         return SimpleNamespace(shards=[])
 
-    def train(self, shards: list[Any]) -> dict[str, float]:
+    def train(self, step: int, shards: list[Any]) -> dict[str, float]:
         self._raise_if_asked("train")
         return {"train/loss": 1.0}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sleuth.metrics.trajectories import read_trajectories, trainer_file
 from tests.e2e.conftest import MODEL
 from tests.e2e.runs import processes_of, run_training, started_training, wait_until
 
@@ -34,6 +35,7 @@ def test_a_run_trains_saves_and_resumes(tmp_path, flags):
     for line in (lines[0], lines[2]):  # whether the model of step 2 searches greedily is chance
         assert ("eval/demo/greedy/search/requests" in line) == (line["eval/demo/greedy/searches"] > 0)
     assert processes_of(tmp_path / "run") == []
+    check_trainer_log_probs(tmp_path / "run/trajectories")
     check_evaluation_alone(tmp_path, [*flags, *evaluation], lines)
 
     resumed = ["--load", str(tmp_path / "save"), "--num-rollout", "3", "--update-weights-through", "disk"]
@@ -49,6 +51,20 @@ def test_a_run_trains_saves_and_resumes(tmp_path, flags):
         for step in (1, 2, 3)
     ]
     assert cursor == [4, 8, 12]
+
+
+def check_trainer_log_probs(folder: Path) -> None:
+    """Beside the trajectories of each step are the trainer's log-probabilities, close to the engine's."""
+    for step in (1, 2):
+        path = folder / f"step_{step:07d}.jsonl"
+        records = read_trajectories(path)
+        kept = json.loads(trainer_file(path).read_text())["log_probs"]
+        for record, log_probs in zip(records, kept, strict=True):
+            trained = [value is not None for value in log_probs]
+            assert trained == [bool(mask) for mask in record["loss_mask"]]
+            pairs = zip(log_probs, record["log_probs"], strict=True)
+            # Both are rounded to four decimals.
+            assert all(abs(trainer - engine) < 3e-4 for trainer, engine in pairs if trainer is not None)
 
 
 def check_evaluation_alone(tmp_path: Path, flags: list[str], trained: list[dict]) -> None:

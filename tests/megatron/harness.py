@@ -80,6 +80,10 @@ def make_args(folder: Path | str, world: int = 1, **flags: Any) -> Args:
     return parse_args(words)
 
 
+LOGGED = {0, 1, 2, 7, 11}
+"""Places of the samples of `make_samples` whose log-probabilities are kept; sample 1 has no trained token."""
+
+
 def make_samples(count: int = 12, *, sft: bool = False, seed: int = 0) -> list[TrainSample]:
     """Ragged samples with observations inside, in groups of four, with every odd thing that a step may hold.
 
@@ -137,6 +141,8 @@ class Reference:
         self.frozen = load_hf(reference_folder or args.hf_checkpoint)
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() == 1]
+        self.log_probs: dict[int, torch.Tensor] = {}
+        """Of the samples of the last `train`, by their index, before its updates."""
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
             lr=args.lr,
@@ -148,6 +154,7 @@ class Reference:
         temperature = self.args.rollout_temperature
         with torch.no_grad():
             old = {id(s): hf_statistics(self.model, s, temperature)[:, 0] for step in steps for s in step}
+            self.log_probs = {s.index: old[id(s)] for step in steps for s in step}
             ref = {id(s): hf_statistics(self.frozen, s, temperature)[:, 0] for step in steps for s in step}
         if self.args.kl_coef:
             self._penalise([s for step in steps for s in step], old, ref)
@@ -341,19 +348,22 @@ def train_task(
     with mock.patch("sleuth.megatron.trainer.score", side_effect=score) as scored:
         out["first"] = untimed(trainer.train(first))
     out["passes"] = scored.call_count
+    out["first logged"] = trainer.logged_log_probs
     out["first gradients"] = gradients(trainer)
     three = args.model_copy(update={"global_batch_size": 4})
     out["later"] = untimed(
         trainer.train(shares(trainer, three, _as_given(make_samples(sft=sft, seed=1), args), **plan))
     )
+    out["later logged"] = trainer.logged_log_probs
     out["later gradients"] = gradients(trainer)
     out["weights"] = dict(trainer.hf_weights())
     return out
 
 
 def _as_given(samples: list[TrainSample], args: Any) -> list[TrainSample]:
-    """As the rollout gives them: with a KL penalty in the reward the trainer makes the advantages."""
-    return [replace(sample, advantages=[]) for sample in samples] if args.kl_coef else samples
+    """As the rollout gives them: with a KL penalty in the reward the trainer makes the advantages; some are logged."""
+    given = [replace(sample, logged=sample.index in LOGGED) for sample in samples]
+    return [replace(sample, advantages=[]) for sample in given] if args.kl_coef else given
 
 
 def untimed(metrics: Any) -> Any:

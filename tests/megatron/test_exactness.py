@@ -14,7 +14,17 @@ import pytest
 import torch
 
 from sleuth.megatron.convert import hf_to_torch_dist
-from tests.megatron.harness import Reference, Task, make_args, make_samples, run_tasks, save_tiny_model, train_task
+from sleuth.sample import TrainSample
+from tests.megatron.harness import (
+    LOGGED,
+    Reference,
+    Task,
+    make_args,
+    make_samples,
+    run_tasks,
+    save_tiny_model,
+    train_task,
+)
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900)]  # one fixture runs all cases
 
@@ -225,18 +235,45 @@ def plain_run(args: Any) -> dict[str, Any]:
     reference, samples, later = Reference(args), make_samples(sft=sft), make_samples(sft=sft, seed=1)
     found: dict[str, Any] = {"log_probs": log_probs(reference, samples[0].token_ids, args.rollout_temperature)}
     (found["first"],) = reference.train([samples])
+    found["first logged"] = _expected_log(reference, samples)
     found["first gradients"] = reference.gradients()
     steps = reference.train([later[:4], later[4:8], later[8:]])
     found["later"] = {name: sum(step[name] for step in steps) / 3 for name in steps[0]}
+    found["later logged"] = _expected_log(reference, later)
     found["later gradients"] = reference.gradients()
     found["weights"] = reference.weights()
     return found
+
+
+def _expected_log(reference: Reference, samples: list[TrainSample]) -> dict[int, list[float | None]]:
+    """What the trainer is to keep of the samples that are logged; nothing in supervised training."""
+    if reference.args.loss_type == "sft":
+        return {}
+    return {
+        index: [
+            value if mask else None
+            for value, mask in zip(reference.log_probs[index].tolist(), samples[index].loss_mask, strict=True)
+        ]
+        for index in LOGGED
+    }
 
 
 def log_probs(reference: Reference, ids: list[int], temperature: float) -> torch.Tensor:
     with torch.no_grad():
         log_p = torch.log_softmax(reference.model(torch.tensor([ids])).logits[0] / temperature, -1)
     return log_p[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_log_probabilities_of_logged_samples_are_kept_by_one_rank_each(
+    name: str, results: dict[str, list[dict[str, Any]]], plain: Any
+) -> None:
+    expected = plain(CASES[name])
+    for part in ("first logged", "later logged"):
+        found = [(index, values) for out in results[name] for index, values in out[part].items()]
+        assert sorted(index for index, _ in found) == sorted(expected[part])
+        for index, values in found:
+            assert values == pytest.approx(expected[part][index], abs=1e-5), (part, index)
 
 
 @pytest.mark.parametrize("name", CASES)

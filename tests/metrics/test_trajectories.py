@@ -8,8 +8,11 @@ from sleuth.metrics.trajectories import (
     headline,
     read_trajectories,
     spread,
+    step_trajectories,
+    trainer_file,
     trajectory_markdown,
     trajectory_record,
+    write_trainer_log_probs,
     write_trajectories,
 )
 from sleuth.sample import SampleStatus, StopReason
@@ -193,6 +196,18 @@ def test_files_for_programs_and_for_eyes(tmp_path, tokenizer):
     assert [record["index"] for record in read_trajectories(path)] == [0, 4]
     assert path.with_suffix(".md").read_text().startswith("# step_1: 2 of 8 trajectories")
     assert sorted(p.name for p in path.parent.iterdir()) == ["step_1.jsonl", "step_1.md"]
+
+
+def test_the_trainers_log_probabilities_lie_beside_their_trajectories_and_no_others(tmp_path, tokenizer, caplog):
+    path = step_trajectories(tmp_path, 1)
+    write_trajectories(path, [make_sample()], tokenizer, 1)
+    write_trainer_log_probs(path, [[-0.123456, None], [float("nan")]])
+    assert json.loads(trainer_file(path).read_text()) == {"log_probs": [[-0.1235, None], [None]]}
+    write_trajectories(path, [make_sample()], tokenizer, 1)  # a step that is done anew
+    assert not trainer_file(path).exists()
+    (tmp_path / "file").write_text("")
+    write_trainer_log_probs(tmp_path / "file" / "t.jsonl", [[0.0]])
+    assert caplog.text.count("log-probabilities could not be written") == 1
 
 
 def test_a_limit_of_zero_writes_nothing(tmp_path, tokenizer):
