@@ -59,6 +59,14 @@ def test_the_dictionary_alone_switches_to_google(monkeypatch: pytest.MonkeyPatch
     assert resolved()["search_backend"] == "google"
 
 
+def test_a_backend_outranks_the_address_of_another_one_in_a_file(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERPER_API_KEY", "a-key")
+    path = tmp_path / "search.yaml"
+    path.write_text("search_r1: {search_backend: local, local: {search_url: 'http://a/b'}}\n")
+    found = resolved("--custom-config-path", str(path), "--search-backend", "google")
+    assert (found["search_backend"], found["local"]["search_url"]) == ("google", "http://a/b")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

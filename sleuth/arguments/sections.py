@@ -116,7 +116,11 @@ def _join_flags(
     given: Mapping[str, Any],
     result: dict[str, Any],
 ) -> Iterator[str]:
-    """Set the flags that stand for keys of a section. The command line outranks the section; yields contradictions."""
+    """Set the flags that stand for keys of a section. The command line outranks the section; yields contradictions.
+
+    A flag that stands for a key of a part, such as local.search_url, is not set: another part may be the one in use,
+    and the flag would look as if somebody had typed it.
+    """
     for name, key in cls.flags.items():
         in_section = lookup(sections.get(cls.section), key)
         if in_section is None:
@@ -126,5 +130,5 @@ def _join_flags(
         elif name in values and values[name] != in_section:
             both = f"{shown(values[name], name)} and under {cls.section}: as {key}: {shown(in_section, key)}"
             yield f"{flag(name)} is given as {both}; keep one"
-        else:
+        elif "." not in key:
             result[name] = in_section

@@ -34,8 +34,11 @@ def test_the_demo_runs_with_tool_calls(tmp_path: Path) -> None:
     for path in (run_dir / "trajectories").glob("step_*.jsonl"):
         for record in read_trajectories(path):
             segments = record["segments"]
+            for segment in segments:
+                assert segment["trained_tokens"] == (segment["tokens"] if segment["source"] == "model" else 0)
             calls += any("<tool_call>" in s["text"] for s in segments if s["source"] == "model")
-            results += any(s["text"].startswith("\n<|im_start|>tool\n[1] ") for s in segments)
+            observed = [s["text"] for s in segments if s["source"] == "observation"]
+            results += any(text.startswith("\n<|im_start|>tool\n[1] ") for text in observed)
     assert calls >= results > 0
     assert (run_dir / "hf/chat_template.jinja").read_text() == (
         ROOT / "data/demo/model_tools/chat_template.jinja"

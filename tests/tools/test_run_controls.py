@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from generate_with_search import SearchSettings
+from generate_with_search import SearchSettings, check_args
 from sleuth.arguments import parse_args
 from sleuth.hooks import load_hook
 from tools import run_controls
@@ -153,19 +153,21 @@ def test_names_are_different_and_each_control_says_what_to_conclude():
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.name)
-def test_train_takes_the_flags_of_each_control_after_those_of_the_demo(control):
+def test_train_takes_the_flags_of_each_control_after_those_of_the_demo(control, tmp_path):
     script = (ROOT / "run_demo.sh").read_text().replace("\\\n", " ")
     command = next(line for line in script.splitlines() if " train.py " in line)
     command = command.replace(
         '"${COLUMNS_USED[@]}"', "--input-key prompt --label-key reward_model --apply-chat-template"
     )
     words = [word for word in shlex.split(command.partition(" train.py ")[2]) if word != "${FLAGS[@]}"]
-    i = words.index("--custom-config-path")  # the file is made by the script
-    variables = {"$MODEL": "data/demo/model", "$STEPS": "40", "$SEED": "1", "$RUN_DIR": "runs/x", "$QUESTIONS": "200"}
-    variables |= {"$HOOKS": "generate_with_search", "$TURN_TOKENS": "48"}
+    settings_of_the_demo = tmp_path / "search.yaml"  # as the script makes it
+    settings_of_the_demo.write_text("search_r1: {search_backend: local, local: {search_url: 'http://127.0.0.1:9/x'}}\n")
+    variables = {"$MODEL": "data/demo/model", "$STEPS": "40", "$SEED": "1", "$QUESTIONS": "200"}
+    variables |= {"$RUN_DIR": str(tmp_path), "$HOOKS": "generate_with_search", "$TURN_TOKENS": "48"}
     for variable, value in variables.items():
         words = [word.replace(variable, value) for word in words]
-    args = parse_args([*words[:i], *words[i + 2 :], *control.flags])
+    args = parse_args([*words, *control.flags])
+    check_args(args)
     settings = SearchSettings.of(args)
     assert args.num_rollout == 40
     assert settings.search_backend == (

@@ -374,8 +374,11 @@ README = """# The demo's data
 * `train_mixed.parquet` and `test_mixed.parquet`: the same questions in the order of the demo. In the first every fourth
   row is of a two-hop question, since they are few: each comes again and again. In the second all two-hop questions are
   among the first {mixed_rows} rows.
+* `model`: the demo's warm-start model, by `tools/demo/make_model.py`.
+* `model_tools`: that model after 80 more steps on tool calls, by `tools/demo/make_tool_model.py`, for
+  `run_demo.sh --protocol tools`.
 
-`tools/demo/make_data.py` makes them and says how, what the audit asks of a question, and what is kept apart between
+`tools/demo/make_data.py` makes the data and says how, what the audit asks of a question, and what is kept apart between
 the two sides.
 
 | kind | train | test |

@@ -97,9 +97,7 @@ def summarize(
 
 def _all(lines: list[MetricsLine], ending: str) -> Callable[[MetricsLine], float | None]:
     name = evaluation_metric(lines, ending)
-    if name is None and ending.endswith(
-        "/format"
-    ):  # generate_with_tools has no other format than to end with an answer
+    if name is None and ending.endswith("/format"):  # generate_with_tools asks for no more than a final answer
         name = evaluation_metric(lines, ending.replace("/format", "/answered"))
     return lambda line: line.get(name) if name else None
 

@@ -19,7 +19,7 @@ KINDS = (("demo_birth_year", "demo_death_year"), ("demo_creator", "demo_work_yea
 COLOURS = {"model": "green", "observation": "blue", "correction": "yellow"}
 LONGEST = 110
 """Characters of a segment that are shown."""
-ROLE = re.compile(r"<\|im_(?:start|end)\|>(?:user|assistant)?")
+ROLE = re.compile(r"<\|im_(?:start|end)\|>(?:user|assistant|tool)?")
 
 
 def side_by_side(run_dir: Path) -> list[Panel]:
@@ -46,7 +46,8 @@ def _panel(before: dict[str, Any], after: dict[str, Any]) -> Panel:
     table.add_column(ratio=1)
     table.add_row(Text("before", style="bold"), Text("after", style="bold"))
     table.add_row(_story(before), _story(after))
-    question = ROLE.sub("", before["prompt"]).strip().rpartition("Question: ")[2]
+    turn = before["prompt"].rpartition("<|im_start|>user")[2]  # a system turn may name tools before it
+    question = ROLE.sub("", turn).strip().rpartition("Question: ")[2]
     asked = Text(f"{question} ({as_text(before['label'])})", style="bold")  # no title: those are cut to one line
     return Panel(Group(asked, table))
 

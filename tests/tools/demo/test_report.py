@@ -120,6 +120,16 @@ def test_an_evaluation_before_training_only_is_no_after():
     assert summary["table"]["exact_match_t1"]["after"] is None
 
 
+def test_a_final_answer_is_the_valid_format_of_tool_calls():
+    lines = [evaluation(0, 0.1, 0.5), evaluation(2, 0.1, 0.5)]
+    for line, answered in zip(lines, (0.25, 0.75), strict=True):
+        del line["eval/demo/t1.0/format"]
+        line["eval/demo/t1.0/answered"] = answered
+    summary = summarize(lines, {})
+    assert summary["table"]["format_t1"] == {"before": 0.25, "after": 0.75, "change": 0.5}
+    assert summary["missing"] == []
+
+
 def test_seconds_count_from_the_start_that_is_given():
     assert summarize([evaluation(0, 0.1, 0.5)], {}, started=900.0, now=1500.0)["seconds"] == 600.0
 

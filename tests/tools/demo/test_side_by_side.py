@@ -69,6 +69,18 @@ def test_long_texts_are_shortened(tmp_path):
     assert "..." in text
 
 
+def test_tool_calls_are_shown_without_the_turns_of_the_chat_template(tmp_path):
+    tools = "<|im_start|>system\nTools: search(query)<|im_end|>\n<|im_start|>user\nWho is it?<|im_end|>\n"
+    result = "\n<|im_start|>tool\n[1] Ada<|im_end|>\n<|im_start|>assistant\n"
+    said = record(1, "demo_creator", ["<tool_call>...</tool_call>", result, "Answer: Ada<|im_end|>"], True)
+    for step in (0, 1):
+        write(tmp_path, step, [said | {"prompt": tools + "<|im_start|>assistant\n"}])
+    text = shown(side_by_side(tmp_path))
+    assert re.search(r"^│ Who is it\? \(1815\)", text, re.MULTILINE)
+    assert text.count("[1] Ada") == 2
+    assert not re.search(r"system|Tools:|tool \[|im_start", text)
+
+
 def test_without_two_evaluations_there_is_nothing_to_compare(tmp_path):
     assert side_by_side(tmp_path) == []
     write(tmp_path, 0, [record(1, "demo_creator", ["x"], False)])
