@@ -15,6 +15,7 @@ from sleuth.cluster.memory_turns import TRAINER_PARTS, MemoryTurns
 from sleuth.cluster.nodes import check_nodes, node_deaths_explained, watch_nodes
 from sleuth.cluster.placement import Placement, place, ray_session
 from sleuth.cluster.progress import Progress
+from sleuth.cluster.ray_watch import control_store_watched
 from sleuth.cluster.rollout_group import RolloutGroup, StepRefs
 from sleuth.cluster.signals import Interruption
 from sleuth.cluster.train_group import TrainGroup
@@ -177,7 +178,7 @@ def start_rollout(args: Args, run_dir: Path) -> Iterator[RolloutGroup]:
 @contextmanager
 def _rollout_side(args: Args, run_dir: Path) -> Iterator[tuple[Placement, RolloutGroup]]:
     """Start Ray, reserve the devices, and begin to start the rollout group; stop all of it at the end of the block."""
-    with ray_session(args):
+    with ray_session(args), control_store_watched(run_dir, args.save):
         placement = place(args)
         try:
             with node_deaths_explained(placement.nodes, args.save):

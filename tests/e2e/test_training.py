@@ -6,6 +6,7 @@ import json
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sleuth.metrics.trajectories import read_trajectories, trainer_file
@@ -199,4 +200,20 @@ def test_two_ranks_send_weights_to_two_engines(tmp_path, flags, through):
     log = (tmp_path / "run/logs/trainer_0.log").read_text()
     assert "weights 1: " in log
     assert "to 2 engine(s)" in log
+    assert processes_of(tmp_path / "run") == []
+
+
+def test_a_run_whose_control_store_is_killed_says_so_and_leaves_nothing(tmp_path, flags):
+    tracker = tmp_path / "save/latest_checkpointed_iteration.txt"
+    with started_training([*flags, "--num-rollout", "100"]) as process:
+        wait_until(lambda: tracker.exists() or process.poll() is not None, "the first checkpoint")
+        tree = psutil.Process(process.pid).children(recursive=True)
+        (store,) = [child for child in tree if child.name() == "gcs_server"]
+        store.kill()
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    *_, death, _, advice = output.splitlines()
+    assert death.startswith(f"error: RayDiedError: expected Ray's control store (gcs_server, process {store.pid})")
+    assert advice.startswith(f"--load {tmp_path / 'save'} goes on from step ")
+    wait_until(lambda: not any(child.is_running() for child in tree), "the end of all processes of the run", 30)
     assert processes_of(tmp_path / "run") == []
