@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from sleuth.engine.key import use_engine_key
 from sleuth.engine.server import EngineConfig, EngineServer
 from sleuth.weight_sync.tensor import push_weights
 from tests.tiny_models import make_tiny_model
@@ -21,6 +22,8 @@ hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine
 hypothesis.settings.load_profile("untimed")
 
 
+CONTEXT = 2048
+"""Tokens of a sequence of the session's engine: as many as its model has positions."""
 ENGINE_TIMEOUT = 900  # seconds; a server is up in 20, on a machine that is busy otherwise in minutes
 
 
@@ -58,7 +61,8 @@ def load_float32(path: Path) -> PreTrainedModel:
 def session_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     folder = tmp_path_factory.mktemp("engine")
     path = make_tiny_model(folder / "model", "qwen2")
-    config = EngineConfig(path, dtype="float32", log_path=folder / "engine.log")
+    use_engine_key("-a-key-that-begins-as-an-option-does")
+    config = EngineConfig(path, dtype="float32", log_path=folder / "engine.log", context_length=CONTEXT)
     with EngineServer(config) as server:
         yield RunningEngine(server, path, load_float32(path), AutoTokenizer.from_pretrained(path))
 

@@ -26,7 +26,7 @@ from sleuth.rollout.hook_runner import UNUSABLE
 from tools.evaluation.answers import Evaluation, sample_of
 from tools.evaluation.comparison import KINDS, Comparison, Key, check_comparable, compare, described, key_of, parts_of
 from tools.evaluation.statistics import Difference
-from tools.evaluation.summary import COLUMNS, cell
+from tools.evaluation.summary import COLUMNS, cell, print_whole
 
 PLOTTED = ("em", "format", "searches")
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8d6a9f", "#c08497")
@@ -93,8 +93,8 @@ def report(console: Console, comparison: Comparison, labels: Sequence[str], meas
     """Tables, tests and the questions that changed."""
     left_out = f" ({comparison.left_out} that not all have are left out)" if comparison.left_out else ""
     console.rule(f"{comparison.title}: {len(comparison.keys)} questions{left_out}")
-    console.print(side_by_side(comparison, labels))
-    console.print(by_source(comparison, labels, measure))
+    print_whole(console, side_by_side(comparison, labels))
+    print_whole(console, by_source(comparison, labels, measure))
     for other in range(1, len(labels)):
         better, worse = comparison.changed(other, measure)
         text = f"{labels[other]} against {labels[0]}, {measure}: {len(better)} questions better, {len(worse)} worse"

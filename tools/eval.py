@@ -52,7 +52,7 @@ from sleuth.secrets import redact
 from tools.evaluation.answers import AnswerFile, settings_file
 from tools.evaluation.models import find_model
 from tools.evaluation.settings import digest_of, evaluation_settings
-from tools.evaluation.summary import summarize, table
+from tools.evaluation.summary import print_whole, summarize, table
 from tools.servers import OF_THE_TRAINER, engine_troubles, one_line, retrieval_server, running_engines
 
 LINE_SECONDS = 30.0
@@ -357,7 +357,7 @@ def show(results: dict[str, Any], output: Path) -> None:
     console = Console()
     for name, found in results["evaluations"].items():
         failed = f", {found['failed']} trajectories failed and were generated anew" if found["failed"] else ""
-        console.print(table(f"{name}{failed} (in brackets: 95% intervals)", found["summary"]))
+        print_whole(console, table(f"{name}{failed} (in brackets: 95% intervals)", found["summary"]))
     console.print(f"answers: {output}; numbers: {settings_file(output)}", soft_wrap=True, markup=False, highlight=False)
 
 

@@ -85,7 +85,8 @@ def main(argv: list[str]) -> None:
     leave_out_of_logs(key)
     answer_no_browser()
     try:
-        run_server(prepare_server_args([*server_argv, "--api-key", key, "--admin-api-key", key]))
+        # One word each: a key may begin with "-".
+        run_server(prepare_server_args([*server_argv, f"--api-key={key}", f"--admin-api-key={key}"]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

@@ -173,7 +173,7 @@ def serve(words: list[str]) -> int:
     """Be the router."""
     from sglang_router.launch_router import launch_router, parse_router_args
 
-    launch_router(parse_router_args([*words, "--api-key", os.environ.pop(VARIABLE)]))
+    launch_router(parse_router_args([*words, f"--api-key={os.environ.pop(VARIABLE)}"]))
     return 0
 
 

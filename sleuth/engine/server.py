@@ -54,6 +54,10 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**28), "MALLOC_TRIM_THRESHOLD_": s
 PORT_TAKEN = ("address already in use", "EADDRINUSE")
 
 
+RESERVED_TOKENS = 6
+"""SGLang refuses an input that comes closer than this to its context length. A trajectory may use all of it."""
+
+
 class EngineStartError(RuntimeError):
     """The server ended, or was not healthy in time; the message holds the end of its log."""
 
@@ -314,7 +318,7 @@ def server_args(config: EngineConfig, port: int, on_gpu: bool) -> list[str]:
         "--dtype": dtype_name(config.dtype, on_gpu=on_gpu),
         "--random-seed": config.seed,
         "--max-running-requests": config.max_running_requests,
-        "--context-length": config.context_length,
+        "--context-length": config.context_length and config.context_length + RESERVED_TOKENS,
         "--max-total-tokens": config.max_total_tokens,
         "--log-level-http": "warning",  # else the log holds a line per request
     }
@@ -345,6 +349,7 @@ def server_environment(config: EngineConfig, folder: Path, on_gpu: bool) -> dict
     paths = [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]
     environment = dict(os.environ, OMP_NUM_THREADS=str(config.cpu_threads), TMPDIR=str(folder))
     environment[VARIABLE] = engine_key()
+    environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # the model's own length, and RESERVED_TOKENS
     environment |= without_proxy(environment, config.host)  # it asks itself whether it is up
     if on_gpu:
         environment["NCCL_CUMEM_ENABLE"] = "0"  # memory that NCCL maps itself cannot be released

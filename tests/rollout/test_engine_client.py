@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from sleuth.engine.server import RESERVED_TOKENS
 from sleuth.rollout.engine_client import EngineClient, EngineError, embedding_size
-from tests.conftest import RunningEngine
+from tests.conftest import CONTEXT, RunningEngine
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 32}
 PROMPT = "<think> who wrote hamlet"
@@ -53,6 +54,13 @@ class TestRealEngine:
         assert len(generation.ids) == len(generation.log_probs) == 32
         assert generation.log_probs == pytest.approx(expected, abs=1e-4)
         assert generation.finish_reason == "length"
+
+    def test_a_trajectory_may_use_the_whole_context(self, engine: RunningEngine) -> None:
+        for room in (1, 2, 7):
+            prompt = [5] * (CONTEXT - room)
+            params = {**SAMPLING, "max_new_tokens": room, "ignore_eos": True}
+            generation = use([engine.url], lambda client, prompt=prompt, params=params: client.generate(prompt, params))
+            assert len(generation.ids) == room
 
     def test_log_probs_at_temperature_zero_are_unscaled(self, engine: RunningEngine) -> None:
         prompt = engine.tokenizer.encode(PROMPT)
@@ -104,7 +112,7 @@ class TestRealEngine:
         assert scores == pytest.approx(engine.log_probs(ids), abs=1e-4)
 
     def test_too_long_an_input_is_refused(self, engine: RunningEngine) -> None:
-        with pytest.raises(EngineError, match=r"(?s)refused the request with 400.*2048"):
+        with pytest.raises(EngineError, match=rf"(?s)refused the request with 400.*{CONTEXT + RESERVED_TOKENS}"):
             use([engine.url], lambda client: client.generate([5] * 3000, SAMPLING))
         assert engine.server.is_healthy()
 

@@ -45,7 +45,7 @@ CONTROLS = (
         "unrelated",
         "search returns unrelated passages",
         ("--search-backend", f"{HOOKS}.unrelated_search"),
-        "Searching does not pay, so it must not rise, and exact match stays where memory has it.",
+        "Searching neither pays nor costs, so it may drift either way; exact match must stay where memory has it.",
     ),
     Control(
         "search_off",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 
 from sleuth.metrics.rollout_metrics import data_source, evaluation_values
@@ -22,6 +23,8 @@ SEARCH_SUCCESS, SEARCH_LATENCY = "search_success", "search_latency"
 Question = list[Sample]
 """The samples of one question."""
 
+WIDEST = 1000
+"""Columns of a terminal that a table may take."""
 COLUMNS = {
     "em": ("EM", 3),
     "f1": ("F1", 3),
@@ -149,6 +152,13 @@ def table(title: str, summary: dict[str, dict[str, Any]]) -> Table:
         cells = [cell(found["measures"].get(measure), digits) for measure, (_, digits) in columns.items()]
         shown.add_row(name, str(found["questions"]), *cells, end_section=name == list(summary)[sources - 1])
     return shown
+
+
+def print_whole(console: Console, shown: Table) -> None:
+    """Print a table without cutting its cells, also where it is wider than the console: a pipe counts as 80 columns."""
+    needed = Console(width=WIDEST).measure(shown).maximum
+    wide = console if needed <= console.width else Console(width=needed, file=console.file)
+    wide.print(shown)
 
 
 def cell(measure: dict[str, float] | None, digits: int) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from sleuth.metrics.rollout_metrics import evaluation_metrics
 from sleuth.sample import Sample, SampleStatus, StopReason
 from tests.metrics.samples import make_sample
-from tools.evaluation.summary import summarize, table
+from tools.evaluation.summary import print_whole, summarize, table
 
 
 def answers(source: str, right: list[list[int]], first: int = 0) -> list[Sample]:
@@ -72,3 +73,10 @@ def test_the_table_shows_values_and_intervals() -> None:
     one = Console(width=200, record=True)
     one.print(table("demo", summarize(answers("nq", [[1], [0]]))))
     assert "macro" not in one.export_text()
+
+
+def test_a_table_that_is_wider_than_a_pipe_is_printed_whole(capsys):
+    wide = Table(*(f"column {i}" for i in range(20)))
+    wide.add_row(*["(0.123, 0.456)"] * 20)
+    print_whole(Console(width=80), wide)
+    assert capsys.readouterr().out.count("(0.123, 0.456)") == 20
