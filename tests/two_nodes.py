@@ -36,7 +36,7 @@ class Cluster:
 def ray_cluster(folder: Path, devices: Sequence[int]) -> Iterator[Cluster]:
     """Nodes with `devices[i]` slots each, at 127.0.0.(2 + i); all of them end with the block.
 
-    Every node has a work folder of its own, below `folder`, whose path must be short.
+    Ray's sockets and logs are below `folder`, whose path must be short.
     """
     addresses = [f"127.0.0.{2 + i}" for i in range(len(devices))]
     port = _free_port(addresses[0])

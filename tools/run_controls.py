@@ -131,16 +131,17 @@ def _publish(controls: Sequence[Control], runs: Sequence[Run], plan: Plan, *, do
     if not results:
         return
     if docs:
-        known = [*read_results(MEASUREMENTS, plan.steps, plan.questions), *results]
-        latest = {(result.control, result.seed): result for result in known}
-        results = [latest[key] for key in sorted(latest)]
+        known = [*read_results(MEASUREMENTS), *results]
+        latest = {(result.steps, result.questions, result.control, result.seed): result for result in known}
+        kept = [latest[key] for key in sorted(latest)]
+        write_results(MEASUREMENTS, kept)
+        results = [result for result in kept if (result.steps, result.questions) == (plan.steps, plan.questions)]
         controls = CONTROLS
     table = markdown(controls, results)
     (plan.out / "controls.md").write_text(table, encoding="utf-8")
     draw(controls, results, plan.out / "controls.png")
     print(f"{table}\nfigure: {plan.out / 'controls.png'}")
     if docs:
-        write_results(MEASUREMENTS, results)
         shutil.copyfile(plan.out / "controls.png", FIGURE)
         EVIDENCE.write_text(put_into(EVIDENCE.read_text(encoding="utf-8"), table), encoding="utf-8")
 

@@ -108,6 +108,8 @@ def test_runs_whose_folder_is_gone_stay_in_the_page(stand_in):
     shutil.rmtree(stand_in / "out")
     assert run(stand_in, "--seeds", "2", "--questions", "100", "--docs") == 0
     assert "| the demo as it is | 1 | 0.10 -> 0.50 |" in (stand_in / "evidence.md").read_text()
+    kept = json.loads((stand_in / "docs/measurements/controls.json").read_text())
+    assert len(kept) == 6, "runs of another size stay in the file"
 
 
 def test_a_run_that_fails_is_named_and_tried_again(stand_in, capsys):

@@ -84,12 +84,11 @@ def _ends(summary: dict[str, Any], part: str, key: str) -> tuple[float | None, f
     return row["before"], row["after"]
 
 
-def read_results(path: Path, steps: int, questions: int) -> list[Result]:
-    """The results of this size in a file of `write_results`; none if there is no file."""
+def read_results(path: Path) -> list[Result]:
+    """The results in a file of `write_results`; none if there is no file."""
     if not path.is_file():
         return []
-    results = [Result(**record) for record in json.loads(path.read_text(encoding="utf-8"))]
-    return [result for result in results if (result.steps, result.questions) == (steps, questions)]
+    return [Result(**record) for record in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def write_results(path: Path, results: Sequence[Result]) -> None:
