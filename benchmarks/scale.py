@@ -1,18 +1,22 @@
-"""What one rollout process carries as engines are added, and what large layouts take: memory and traffic.
+"""What rollout processes carry as engines are added, and what large layouts take: memory and traffic.
 
     python -m benchmarks.scale [--engines 1 4 16 64] [--requests 256] [--trajectories 4096] [--steps 2] [--seconds 2]
+    python -m benchmarks.scale --workers 1 2 4 --engines 16
     python -m benchmarks.scale --layouts
 
 The first drives the real rollout: the manager of a run, here in a plain process and not a Ray actor, with hooks, search
 client, journal, metrics and packing, and a retrieval server with BM25 over the demo's corpus. Only the engines are
 scripted: a process that listens on one port for each engine answers a turn that searches, for something else each time,
 then a turn that answers, each after SECONDS seconds, give or take half. A step has REQUESTS trajectories for each
-engine, at most TRAJECTORIES, all in flight from its beginning. A first step warms up. CPU seconds are those of whole
-processes, all threads, and are what to compare on a busy machine; speed is not. The driver is left out: in a run it
-waits for the manager, and passes on references to what that made.
+engine, at most TRAJECTORIES, all in flight from its beginning. A first step warms up. With --workers above 1 the hooks
+run in that many Ray actors (`--rollout-workers`). CPU seconds are those of whole processes, all threads, and are what
+to compare on a busy machine; speed is not. What a machine with enough cores carries follows from them: as many
+trajectories a second as the busiest process has CPU time for. The driver is left out: in a run it waits for the
+manager, and passes on references to what that made.
 
-The last line is one JSON object: its ratio is the manager's CPU time for a trajectory with the most engines over that
-with the fewest. With --layouts it is the layouts' figures (`benchmarks.scaling.layouts`).
+The last line is one JSON object. Its ratio is what the last number of workers carries over what the first does, with
+the most engines; with one number of workers, the CPU time that a trajectory costs with the most engines over that with
+the fewest. With --layouts it is the layouts' figures (`benchmarks.scaling.layouts`).
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -48,7 +52,9 @@ from benchmarks.options import positive, whole_number
 from benchmarks.scaling.layouts import print_layouts
 from benchmarks.scaling.scripted_engines import ScriptedEngines, make_script
 from sleuth.arguments import Args, parse_args
+from sleuth.cluster.placement import ray_session
 from sleuth.cluster.preflight import preflight
+from sleuth.cluster.rollout_workers import RolloutWorkers
 from sleuth.data import load_rows
 from sleuth.rollout.collector import relax_garbage_collector
 from sleuth.rollout.manager import RolloutManager
@@ -59,7 +65,7 @@ GROUP = 8
 TURNS = 2
 PROMPT_END = 4
 """Tokens by which a prompt's end is told from that of an observation."""
-START_SECONDS = 400.0
+START_SECONDS, END_SECONDS = 400.0, 60.0
 LINEAR = 0.8
 """Share of the growth of what is in flight by which speed must grow to be called linear."""
 
@@ -69,6 +75,7 @@ class Size:
     """One number of engines: means of its steps. CPU seconds are for 1,000 trajectories."""
 
     engines: int
+    workers: int
     in_flight: int
     most_requests: int
     """To all engines at once."""
@@ -76,11 +83,23 @@ class Size:
     events_per_second: float
     """Requests to engines and searches."""
     manager: float
+    hooks: float
+    """All workers together; 0 where the hooks run in the manager."""
     retriever: float
     scripted_engines: float
     manager_core: float
     """The share of the time for which the manager kept a core busy."""
     manager_gb: float
+
+    @property
+    def carries(self) -> float:
+        """Trajectories/s for which the busiest process has the time, where each has a core of its own."""
+        return 1000 / max(self.manager, self.hooks / self.workers)
+
+    @property
+    def cost(self) -> float:
+        """CPU seconds of manager and workers for 1,000 trajectories."""
+        return self.manager + self.hooks
 
 
 class Manager:
@@ -92,7 +111,8 @@ class Manager:
         self._process = spawn.Process(target=_manage, args=(theirs, args, run_dir, list(urls)), daemon=True)
         self._process.start()
         theirs.close()  # so that the end of the process is noticed
-        self.pid: int = self._pipe.recv()
+        self.pids: list[int] = self._pipe.recv()
+        """Of the manager, then of its workers."""
 
     def generate(self, step: int) -> dict[str, float]:
         """The metrics of a step."""
@@ -104,20 +124,26 @@ class Manager:
         return self
 
     def __exit__(self, *error: object) -> None:
+        with suppress(OSError):
+            self._pipe.send(None)
+        self._process.join(END_SECONDS)
         self._process.terminate()
         self._process.join()
 
 
 def _manage(pipe: Connection, args: Args, run_dir: Path, urls: list[str]) -> None:
-    manager = RolloutManager(args, run_dir)
-    manager.connect(urls, {})
-    relax_garbage_collector()
-    pipe.send(os.getpid())
-    while True:
-        data = manager.generate(pipe.recv())
-        for shard in data.shards:
-            pickle.dumps(shard, protocol=5)  # what putting it into Ray's store takes
-        pipe.send(data.metrics)
+    with ray_session(args) if args.rollout_workers > 1 else nullcontext():
+        workers = RolloutWorkers(args, run_dir) if args.rollout_workers > 1 else None
+        manager = RolloutManager(args, run_dir, workers=workers)
+        processes = [] if workers is None else workers.wait_until_loaded()
+        manager.connect(urls, {})
+        relax_garbage_collector()
+        pipe.send([os.getpid(), *(process.pid for process in processes)])
+        while (step := pipe.recv()) is not None:
+            data = manager.generate(step)
+            for shard in data.shards:
+                pickle.dumps(shard, protocol=5)  # what putting it into Ray's store takes
+            pipe.send(data.metrics)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -148,7 +174,7 @@ def retriever(folder: Path) -> Iterator[tuple[int, str]]:
         process.wait()
 
 
-def run_args(folder: Path, search_url: str, in_flight: int, requests_each: int) -> Args:
+def run_args(folder: Path, search_url: str, in_flight: int, requests_each: int, workers: int) -> Args:
     """The flags of a run whose steps have `in_flight` trajectories."""
     config = folder / "search.yaml"
     config.write_text(f"search_r1: {{local: {{search_url: '{search_url}/retrieve'}}, max_turns: {TURNS}}}\n")
@@ -161,7 +187,7 @@ def run_args(folder: Path, search_url: str, in_flight: int, requests_each: int) 
         *("--global-batch-size", in_flight // group * group, "--rollout-max-concurrency", requests_each),
         *("--rollout-max-response-len", 512, "--rollout-max-context-len", 2048),
         *("--use-dynamic-batch-size", "--max-tokens-per-gpu", 16384, "--balance-data"),
-        *("--run-dir", folder / "run", "--save", folder / "save"),
+        *("--run-dir", folder / "run", "--save", folder / "save", "--rollout-workers", workers),
     ]
     return preflight(parse_args([str(word) for word in words]), warn=lambda text: None)
 
@@ -181,75 +207,86 @@ def make_queries(count: int) -> list[str]:
 
 
 def measure(
-    engines: int, in_flight: int, options: argparse.Namespace, folder: Path, search: tuple[int, str], progress: Progress
+    engines: int, workers: int, options: argparse.Namespace, folder: Path, search: tuple[int, str], progress: Progress
 ) -> Size:
-    """Some steps with this number of engines; `search` is pid and URL of the retrieval server."""
-    args = run_args(folder, search[1], in_flight, options.requests)
+    """Some steps with these numbers of engines and workers; `search` is pid and URL of the retrieval server."""
+    in_flight = min(options.trajectories, engines * options.requests)
+    args = run_args(folder, search[1], in_flight, options.requests, workers)
     tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
     prompt_end = load_rows(args.prompt_data, args, tokenizer)[0].prompt_ids[-PROMPT_END:]
     queries = make_queries(in_flight * (options.steps + 1))
-    task = progress.add_task(f"{engines} engines, {in_flight} in flight", total=options.steps + 1)
+    task = progress.add_task(f"{engines} engines, {in_flight} in flight, {workers} workers", total=options.steps + 1)
     script = make_script(engines, prompt_end, queries, tokenizer, options.seconds)
     with ScriptedEngines(script) as scripted, Manager(args, folder / "run", scripted.urls) as manager:
-        pids = {"manager": manager.pid, "retriever": search[0], "scripted_engines": scripted.pid}
+        pids = {
+            "manager": manager.pids[:1],
+            "hooks": manager.pids[1:],
+            "retriever": [search[0]],
+            "scripted_engines": [scripted.pid],
+        }
         found: list[dict[str, float]] = []
         for step in range(1, options.steps + 2):
-            before, start = {name: cpu_seconds(pid) for name, pid in pids.items()}, time.perf_counter()
+            before, start = {name: sum(map(cpu_seconds, those)) for name, those in pids.items()}, time.perf_counter()
             metrics = manager.generate(step)
             seconds = time.perf_counter() - start
-            used = {name: cpu_seconds(pid) - before[name] for name, pid in pids.items()}
+            used = {name: sum(map(cpu_seconds, those)) - before[name] for name, those in pids.items()}
             found.append(used | {"seconds": seconds, "searches": metrics["rollout/searches"] * in_flight})
             progress.advance(task)
         most = requests.get(f"{scripted.urls[0]}/report", timeout=60).json()["most"]
-        gigabytes = psutil.Process(manager.pid).memory_info().rss / 1e9
-    return summary(engines, in_flight, most, found[1:], gigabytes)
+        gigabytes = psutil.Process(manager.pids[0]).memory_info().rss / 1e9
+    return summary(engines, workers, in_flight, most, found[1:], gigabytes)
 
 
-def summary(engines: int, in_flight: int, most: int, steps: Sequence[dict[str, float]], gigabytes: float) -> Size:
+def summary(
+    engines: int, workers: int, in_flight: int, most: int, steps: Sequence[dict[str, float]], gigabytes: float
+) -> Size:
     """The means over the steps."""
     of = {name: mean(step[name] for step in steps) for name in steps[0]}
     thousands = in_flight / 1000
     return Size(
         engines,
+        workers,
         in_flight,
         most,
         in_flight / of["seconds"],
         (TURNS * in_flight + of["searches"]) / of["seconds"],
-        *(of[name] / thousands for name in ("manager", "retriever", "scripted_engines")),
+        *(of[name] / thousands for name in ("manager", "hooks", "retriever", "scripted_engines")),
         of["manager"] / of["seconds"],
         gigabytes,
     )
 
 
 def verdict(sizes: Sequence[Size]) -> str:
-    """Up to which size speed grows as what is in flight does, and what one manager carries at most."""
+    """Up to which size speed grows as what is in flight does, and what the last one's processes carry at most."""
     linear = sizes[0]
     for before, size in itertools.pairwise(sizes):
         growth = size.trajectories_per_second / before.trajectories_per_second
         if growth < LINEAR * size.in_flight / before.in_flight:
             break
         linear = size
-    most = 1000 / sizes[-1].manager
+    last = sizes[-1]
+    processes = "one process carries" if last.workers == 1 else f"a manager and {last.workers} workers carry"
     return (
         f"speed grows with what is in flight up to {linear.engines} engines and {linear.in_flight} trajectories; at "
-        f"{sizes[-1].manager:.2f} CPU s per 1,000, one manager carries {most:.0f} trajectories/s at most"
+        f"{last.cost:.2f} CPU s per 1,000, {processes} {last.carries:.0f} trajectories/s at most"
     )
 
 
 def table(sizes: Sequence[Size]) -> Table:
     made = Table(title="The rollout, with scripted engines", title_justify="left")
-    groups = ("engines", "in flight", "requests at once", "trajectories/s", "events/s", "growth")
-    cpu = ("manager", "retriever", "(engines)")
-    for name in (*groups, *(f"CPU s/1,000: {name}" for name in cpu), "manager's core", "its memory"):
+    groups = ("engines", "workers", "in flight", "requests at once", "trajectories/s", "events/s", "growth")
+    cpu = ("manager", "workers", "retriever", "(engines)")
+    for name in (*groups, *(f"CPU s/1,000: {name}" for name in cpu), "carries/s", "manager's core", "its memory"):
         made.add_column(name, justify="right")
     for size in sizes:
         speed = size.trajectories_per_second / sizes[0].trajectories_per_second
         made.add_row(
-            *(str(value) for value in (size.engines, size.in_flight, size.most_requests)),
+            *(str(value) for value in (size.engines, size.workers, size.in_flight, size.most_requests)),
             f"{size.trajectories_per_second:.0f}",
             f"{size.events_per_second:.0f}",
             f"{speed:.1f} of {size.in_flight / sizes[0].in_flight:.0f}",
-            *(f"{value:.2f}" for value in (size.manager, size.retriever, size.scripted_engines)),
+            *(f"{value:.2f}" for value in (size.manager, size.hooks, size.retriever, size.scripted_engines)),
+            f"{size.carries:.0f}",
             f"{size.manager_core:.0%}",
             f"{size.manager_gb:.1f} GB",
         )
@@ -265,14 +302,16 @@ def drive(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         Progress(console=console, transient=True) as progress,
         retriever(Path(name)) as search,
     ):
-        for engines in options.engines:
-            folder = Path(name) / str(engines)
+        for workers, engines in itertools.product(options.workers, options.engines):
+            folder = Path(name) / f"{workers}_{engines}"
             folder.mkdir()
-            in_flight = min(options.trajectories, engines * options.requests)
-            sizes.append(measure(engines, in_flight, options, folder, search, progress))
+            sizes.append(measure(engines, workers, options, folder, search, progress))
     console.print(table(sizes))
-    console.print(verdict(sizes))
-    first, last = sizes[0].manager, sizes[-1].manager
+    for workers in dict.fromkeys(options.workers):
+        console.print(verdict([size for size in sizes if size.workers == workers]))
+    first, last = sizes[0].cost, sizes[-1].cost
+    if len(options.workers) > 1:
+        first, last = sizes[len(options.engines) - 1].carries, sizes[-1].carries
     ratio = {"name": "scale", "ratio": last / first, "ours": last, "reference": first}
     return ratio | {"sizes": [asdict(size) for size in sizes]}
 
@@ -281,6 +320,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     number = whole_number()
     parser.add_argument("--engines", type=number, nargs="+", default=[1, 4, 16, 64], help="numbers of engines")
+    parser.add_argument("--workers", type=number, nargs="+", default=[1], help="numbers of rollout workers [1]")
     parser.add_argument("--requests", type=number, default=256, help="under way to one engine at most [256]")
     parser.add_argument("--trajectories", type=number, default=4096, help="in flight at most [4096]")
     parser.add_argument("--steps", type=number, default=2, help="that are measured, after one to warm up [2]")

@@ -26,6 +26,8 @@ MOMENTS: dict[str, tuple[str, Callable[[Trial], object]]] = {
     "saving": ("a hidden folder for step 2 is there", lambda trial: any(trial.save.glob(".unfinished-iter_0000002"))),
 }
 PARTS = {"engine": "engine_0.log", "trainer": "trainer_0.log", "rollout actor": "rollout.log", "retriever": ""}
+ENDED = re.compile(r"^error: |; it is started again", re.M)
+"""What a run says of a part that has ended: that it ends itself, or that it goes on."""
 STOPPED = re.compile(r"stopped|oldest: |does not answer|no answer|timed out", re.I)
 JOURNAL_MOMENTS: list[tuple[str, Callable[[Trial], object]]] = [
     ("the first sample", lambda trial: trial.recorded(1)),
@@ -61,15 +63,12 @@ def killed_part(name: str) -> Callable[[Trial], Row]:
     def row(trial: Trial) -> Row:
         trial.start()
         trial.wait_for(lambda: len(trial.recorded(3)) >= 3, "3 samples of step 3")
-        victims = _part(trial, name)
-        began = time.monotonic()
-        send(victims, signal.SIGKILL)
-        code = trial.end()
-        noticed = round(time.monotonic() - began, 1)
-        said = trial.last_words()
+        send(_part(trial, name), signal.SIGKILL)
+        noticed = trial.wait(lambda: ENDED.search(trial.output()) or not trial.lives, "a word about what has ended")
+        code, said = trial.end(), trial.said(ENDED)
         if code == 0:
-            return {"noticed": noticed, "said": f"went on by itself: {said}", "exact": trial.is_exact()}
-        return {"noticed": noticed, **_finished(trial), "said": said}
+            return {"noticed": round(noticed, 1), "said": said, "exact": trial.is_exact()}
+        return {"noticed": round(noticed, 1), **_finished(trial), "said": said}
 
     return row
 
@@ -84,10 +83,10 @@ def stopped_part(name: str) -> Callable[[Trial], Row]:
         before = len(trial.output())
         send(victims, signal.SIGSTOP)
         try:
-            noticed = trial.wait_for(lambda: STOPPED.search(trial.output()[before:]), "a word about what is stopped")
+            noticed = trial.wait_for(lambda: STOPPED.search(trial.output(), before), "a word about what is stopped")
         finally:
             send(victims, signal.SIGCONT)
-        said = next(line for line in trial.output()[before:].splitlines() if STOPPED.search(line))
+        said = trial.said(STOPPED, before)
         if code := trial.end():
             return {"noticed": round(noticed, 1), **_finished(trial), "said": f"{said}; ended with {code}"}
         return {"noticed": round(noticed, 1), "said": said, "exact": trial.is_exact()}
@@ -104,7 +103,7 @@ def full_disk(trial: Trial) -> Row:
     try:
         trial.start()
         code = trial.end()
-        said = trial.last_words()
+        said = trial.said(ENDED)
         if code == 0:
             raise TrialError("expected the disk to be full, but the run had room for all checkpoints")
         subprocess.run(["mount", "-o", "remount,size=500m", str(trial.save)], check=True)

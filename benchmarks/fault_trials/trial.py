@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -196,6 +197,12 @@ class Trial:
         """The last line that the run printed."""
         lines = [line.strip() for line in self.output().splitlines() if line.strip()]
         return lines[-1] if lines else ""
+
+    def said(self, pattern: re.Pattern[str], start: int = 0) -> str:
+        """The first line of the run's output from `start` in which the pattern is, without time, process and folder."""
+        lines = (line for line in self.output()[start:].splitlines() if pattern.search(line))
+        line = re.sub(r"^.* WARNING [\w.]+: ", "", next(lines, self.last_words()))
+        return line.replace(f"{self.folder}/", "").replace(f"{ROOT}/", "")
 
     def resumed(self) -> str:
         """What a run that went on said of it, and how many samples it had from the journal."""

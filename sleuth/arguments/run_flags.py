@@ -230,6 +230,12 @@ class RolloutArgs(Group):
         default_factory=list, description="Strings that end a turn, beside those of the generate hook."
     )
     rollout_max_concurrency: PositiveInt = Field(256, description="Most requests in flight to one engine.")
+    rollout_workers: PositiveInt = Field(
+        1,
+        description="Processes that run the hooks. One runs them in the rollout process itself; more are for a machine "
+        "with free cores where one core does not carry all trajectories. Limits of requests and searches under way "
+        "are divided among them.",
+    )
     dynamic_sampling_filter_path: str | None = Field(
         None,
         description="Filter, module.function(args, samples) -> bool: whether a group is trained on; other groups "
@@ -349,7 +355,7 @@ class LimitArgs(Group):
     )
     process_restarts: NonNegativeInt = Field(
         3,
-        description="How often each engine, and the rollout process, is started again in a run after it has ended, or "
+        description="How often each engine, and each rollout process, is started again in a run after it has ended, or "
         "after an engine has not answered for 120 s. Engines that share GPUs with the trainer, or are behind --router, "
         "are not.",
     )

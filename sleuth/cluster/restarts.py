@@ -19,6 +19,7 @@ from sleuth.arguments import Args
 from sleuth.cluster.engines import EngineDiedError
 from sleuth.cluster.nodes import NodeDiedError
 from sleuth.cluster.progress import Progress
+from sleuth.cluster.rollout_workers import RolloutWorkerDiedError
 from sleuth.cluster.waiting import TookTooLongError
 from sleuth.rollout.engine_client import EngineUnavailableError
 from sleuth.weight_sync.control import WeightSyncError
@@ -29,7 +30,8 @@ PAST = "SLEUTH_RESTARTS"
 MOST_FRUITLESS = 2
 """So many restarts in a row may end without a new checkpoint."""
 LOSSES = (
-    *(EngineDiedError, EngineUnavailableError, NodeDiedError, TookTooLongError, WeightSyncError),
+    *(EngineDiedError, EngineUnavailableError, NodeDiedError, RolloutWorkerDiedError, TookTooLongError),
+    WeightSyncError,
     ray_errors.RayError,
 )
 NOT_LOSSES = (

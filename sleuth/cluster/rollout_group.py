@@ -26,6 +26,7 @@ from sleuth.cluster.logs import configure_logging
 from sleuth.cluster.memory_turns import Turn
 from sleuth.cluster.placement import Placement
 from sleuth.cluster.ray_environment import passed_on
+from sleuth.cluster.rollout_workers import RolloutWorkers
 from sleuth.cluster.waiting import Wait, Waiter
 from sleuth.engine.key import engine_key, use_engine_key
 from sleuth.metrics.memory import process_memory
@@ -58,11 +59,13 @@ class StepRefs:
     state: dict[str, Any]
 
 
-def make_manager(args: Args, run_dir: Path) -> RolloutManager | SupervisedManager | ReplayManager:
+def make_manager(
+    args: Args, run_dir: Path, workers: RolloutWorkers | None
+) -> RolloutManager | SupervisedManager | ReplayManager:
     """The manager for `args`: samples come from engines, from finished trajectories, or from a journal."""
     if args.loss_type == "sft":
         return SupervisedManager(args)
-    return ReplayManager(args) if args.debug_train_only else RolloutManager(args, run_dir, board.ROLLOUT.post)
+    return ReplayManager(args) if args.debug_train_only else RolloutManager(args, run_dir, board.ROLLOUT.post, workers)
 
 
 class RolloutActor:
@@ -77,10 +80,18 @@ class RolloutActor:
     def process(self) -> ProcessName:
         return ProcessName.of(os.getpid())
 
-    def load(self) -> None:
-        """Load data and hooks. The constructor does not: Ray would wrap a user's error there in one of its own."""
-        self.manager = make_manager(self.args, self.run_dir)
+    def load(self) -> list[ProcessName]:
+        """Load data and hooks; returns the processes of the workers, if there are any.
+
+        The constructor does not: Ray would wrap a user's error there in one of its own.
+        """
+        workers = None
+        if not self.args.without_engines and self.args.rollout_workers > 1:
+            workers = RolloutWorkers(self.args, self.run_dir, board.ROLLOUT.post)
+        self.workers = workers
+        self.manager = make_manager(self.args, self.run_dir, workers)
         relax_garbage_collector()
+        return [] if workers is None else workers.wait_until_loaded()
 
     def connect(
         self, engine_urls: list[str], state: dict[str, Any], router_url: str | None, again: bool = False
@@ -100,7 +111,8 @@ class RolloutActor:
         data = self.manager.generate(step)
         shards = [ray.put(shard) for shard in data.shards]
         # The state comes along: a process that took this one's place would say how it was before the step.
-        return StepRefs(shards, data.metrics | process_memory("rollout"), self.manager.state_dict())
+        memory = process_memory("rollout") | ({} if self.workers is None else self.workers.memory)
+        return StepRefs(shards, data.metrics | memory, self.manager.state_dict())
 
     def evaluate(self, step: int) -> dict[str, float]:
         return self.manager.evaluate(step)
@@ -137,7 +149,9 @@ class RolloutGroup:
     def wait_until_loaded(self) -> None:
         """Wait for data and hooks, while engines and trainer still start; ValueError if something in them is wrong."""
         self.waiter.watch("the rollout", ray.get(self._manager.process.remote()))
-        self.waiter.one(self._loading, Wait("loading data and hooks"))
+        workers = self.waiter.one(self._loading, Wait("loading data and hooks"))
+        for index, process in enumerate(workers):
+            self.waiter.watch(f"rollout worker {index}", process)
 
     def wait_until_ready(self, state: dict[str, Any]) -> None:
         """Wait for the engines, and go on from the state of the checkpoint."""

@@ -11,6 +11,7 @@ from sleuth.hooks.context import (
     StopRunError,
     drain_step_metrics,
     rollout_context,
+    share_of,
     step_metrics,
     use_rollout_context,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "named_hooks",
     "resolve_sections",
     "rollout_context",
+    "share_of",
     "step_metrics",
     "use_rollout_context",
 ]

@@ -68,11 +68,15 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RolloutContext:
-    """What all hooks share while a rollout runs. `vocab_size`: rows of the model's embedding, None if not known."""
+    """What all hooks share while a rollout runs.
+
+    `vocab_size`: rows of the model's embedding, None if not known. `workers`: processes in which hooks run.
+    """
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int | None = None
+    workers: int = 1
 
 
 _current: ContextVar[RolloutContext] = ContextVar("sleuth_rollout_context")
@@ -86,6 +90,12 @@ def rollout_context() -> RolloutContext:
         raise LookupError(
             "no rollout is under way: hooks run inside one, or in `with use_rollout_context(...)` in a test"
         ) from None
+
+
+def share_of(limit: int) -> int:
+    """This process's share of a limit that holds for the whole rollout, such as of requests under way; at least 1."""
+    context = _current.get(None)
+    return limit if context is None else max(1, limit // context.workers)
 
 
 @contextmanager
@@ -106,7 +116,8 @@ def step_metrics(drain: StepMetrics) -> StepMetrics:
     """Decorator for a function that returns metrics of each step, by name.
 
     Use it for numbers that belong to no sample, such as the latency of a service. The function is called once for each
-    step and each evaluation, in the process of the hooks, and returns what was counted since its last call.
+    step and each evaluation, in each process of the hooks, and returns what was counted since its last call. With
+    --rollout-workers each metric is the mean over the processes that return it.
     """
     _step_metrics.append(drain)
     return drain

@@ -320,8 +320,8 @@ TIME = (
     Metric(
         "perf/memory/<process>",
         "GB",
-        "resident memory: driver, rollout, trainer_<rank>, engine_<index> (all its processes; what they share counts "
-        "for each)",
+        "resident memory: driver, rollout, rollout_worker_<index>, trainer_<rank>, engine_<index> (all its processes; "
+        "what they share counts for each)",
     ),
     Metric(
         "perf/gpu_memory/<process>", "GB", "memory in use on the process's GPUs, by whomever, at the end of its turn"

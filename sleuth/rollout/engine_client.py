@@ -155,11 +155,16 @@ class EngineClient:
             raise EngineError(f"{url}: expected scores of {len(input_ids) - 1} ids, found {len(ids)} of other ids")
         return log_probs
 
+    def take_prompt_tokens(self) -> tuple[int, int]:
+        """Tokens given to `generate` since the last call, and how many of them the engines' prefix caches held."""
+        taken = self._sent_tokens, self._cached_tokens
+        self._sent_tokens = self._cached_tokens = 0
+        return taken
+
     def take_cached_share(self) -> float:
         """The share of the tokens given to `generate` since the last call that the engines' prefix caches held."""
-        share = self._cached_tokens / max(1, self._sent_tokens)
-        self._sent_tokens = self._cached_tokens = 0
-        return share
+        sent, cached = self.take_prompt_tokens()
+        return cached / max(1, sent)
 
     async def close(self) -> None:
         """Close the connections; the next call opens new ones."""

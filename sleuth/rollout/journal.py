@@ -143,17 +143,15 @@ class StepJournal:
         found.prompt, found.label, found.metadata = new.prompt, new.label, new.metadata
         return found
 
-    async def record(self, sample: Sample) -> None:
-        """Write a finished and scored sample."""
-        await asyncio.to_thread(self._append, sample_record(sample))
+    async def record(self, sample: Sample, entry: bytes | None = None) -> None:
+        """Write a finished and scored sample; `entry` is its `journal_entry`, where somebody has made it."""
+        await asyncio.to_thread(lambda: self._append(entry or journal_entry(sample)))
 
     def finish(self, groups: Sequence[Sequence[Sample]], state: Mapping[str, Any]) -> None:
         """Write that the step is whole, which groups were kept, and the rollout's state (a checkpoint's, as JSON)."""
-        self._append({"kept": [group[0].group_index for group in groups], "state": state})
+        self._append(_member({"kept": [group[0].group_index for group in groups], "state": state}))
 
-    def _append(self, record: Mapping[str, Any]) -> None:
-        member = _member(record)
-
+    def _append(self, member: bytes) -> None:
         def append() -> None:
             with self._lock, self.path.open("ab") as file:
                 file.write(member)
@@ -169,6 +167,11 @@ class StepJournal:
         except OSError as error:
             self._ended = True
             logger.warning("the journal %s cannot be written (%s); the run goes on without it", self.path, error)
+
+
+def journal_entry(sample: Sample) -> bytes:
+    """What a journal's file holds of a finished sample."""
+    return _member(sample_record(sample))
 
 
 def journal_of(load: Path) -> Path:
@@ -230,7 +233,7 @@ def sample_record(sample: Sample) -> dict[str, Any]:
         "reward": sample.reward,
         "reward_components": sample.reward_components,
         "rollout_metrics": sample.rollout_metrics,
-        "notes": _notes(sample.notes),
+        "notes": plain_notes(sample.notes),
         "weight_version": sample.weight_version,
         "error": sample.error,
     }
@@ -251,7 +254,7 @@ def sample_of(record: Mapping[str, Any]) -> Sample:
     return Sample(prompt="", trace=trace, **values)
 
 
-def _notes(notes: Mapping[str, Any]) -> dict[str, Any]:
+def plain_notes(notes: Mapping[str, Any]) -> dict[str, Any]:
     """The notes that JSON can hold; the others, which only logs show, as text."""
     try:
         text = json.dumps(notes, default=str)

@@ -17,10 +17,15 @@ GROUPS: tuple[type[Group], ...] = (DataArgs, RolloutArgs, HookArgs, LossArgs, Op
 """Flags that change the prompts, how they are sampled and scored, or the weights that the training leads to."""
 WITHOUT_EFFECT = {
     *("custom_config_path", "hook_timeout", "max_failure_rate", "rollout_max_concurrency"),
-    *("debug_rollout_only", "debug_train_only"),
+    *("debug_rollout_only", "debug_train_only", "rollout_workers"),
 }
 ADDRESSES = ("url", "host", "port", "address", "proxy")
 """Ends of names of settings that say where a service is, which may differ from start to start."""
+
+
+def has_journal(args: Args) -> bool:
+    """Whether the run keeps its finished samples beside its checkpoints."""
+    return args.save is not None and args.rollout_journal and not args.eval_only
 
 
 def journal_settings(args: Args) -> dict[str, Any]:

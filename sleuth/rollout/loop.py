@@ -13,10 +13,10 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from sleuth.arguments import Args
 from sleuth.data import PromptRow
@@ -41,8 +41,21 @@ class FinishedSamples(Protocol):
     def take(self, new: Sample) -> Sample | None:
         """The finished sample in the place of `new`; None if it has to be generated."""
 
-    async def record(self, sample: Sample) -> None:
-        """Keep a finished and scored sample."""
+    async def record(self, sample: Sample, entry: bytes | None = None) -> None:
+        """Keep a finished and scored sample; `entry` is its entry in the journal, where somebody has made it."""
+
+
+class Workers(Protocol):
+    """Other processes that run the hooks in place of this one."""
+
+    async def run(self, sample: Sample, params: dict[str, Any], evaluation: bool) -> tuple[Sample, bytes | None]:
+        """As `HookRunner.run`, on a copy of the sample; beside it its entry in the journal, if the run has one."""
+
+    def watching(self, what: str, total: int) -> AbstractContextManager[None]:
+        """As `HookRunner.watching`."""
+
+    def note_taken(self) -> None:
+        """As `HookRunner.note_taken`."""
 
 
 @dataclass(slots=True)
@@ -75,7 +88,7 @@ def _remedy(sample: Sample) -> str:
         return "Check that the search backend and the engines answer"
     if sample.stop_reason is StopReason.HOOK_TIMEOUT:
         return "Check what the hook waits for, or raise --hook-timeout"
-    return "Mend the hook (tracebacks: logs/rollout.log in the run's folder)"
+    return "Mend the hook (tracebacks: logs/rollout*.log in the run's folder)"
 
 
 @dataclass(slots=True)
@@ -115,11 +128,11 @@ def rollout_parameters(args: Args) -> dict[str, Any]:
 class GenerationLoop:
     """Runs the hooks over rows of prompt data; use it inside `use_rollout_context(...)`."""
 
-    def __init__(self, args: Args, hooks: Hooks, report: Report | None = None) -> None:
-        """`report` is told every second how far a rollout or an evaluation is."""
+    def __init__(self, args: Args, hooks: Hooks, report: Report | None = None, workers: Workers | None = None) -> None:
+        """`report` is told every second how far it is. Without `workers`, hooks run in this process, and it reports."""
         self.args = args
         self.hooks = hooks
-        self._runner = HookRunner(args, hooks, report=report)
+        self._workers: Workers = workers or _ThisProcess(HookRunner(args, hooks, report=report))
 
     async def rollout(
         self,
@@ -215,36 +228,53 @@ class GenerationLoop:
 
         async def run(new_sample: NewSample) -> Sample:
             if journal is not None and (recorded := journal.take(new_sample())) is not None:
-                self._runner.note_taken()
+                self._workers.note_taken()
                 return recorded
             async with places:
-                sample = await self._run_until_usable(new_sample, params, budget, evaluation)
+                sample, entry = await self._run_until_usable(new_sample, params, budget, evaluation)
             if journal is not None:
-                await journal.record(sample)
+                await journal.record(sample, entry)
             return sample
 
         try:
-            with self._runner.watching(what, sum(map(len, groups))):
+            with self._workers.watching(what, sum(map(len, groups))):
                 async with asyncio.TaskGroup() as tasks:
                     running = [[tasks.create_task(run(new_sample)) for new_sample in group] for group in groups]
         except BaseExceptionGroup as errors:
             # Raise only the first error: the other tasks were cancelled because of it.
-            raise _portable(next(_leaves(errors))) from None
+            raise portable(next(_leaves(errors))) from None
         return [[task.result() for task in group] for group in running]
 
     async def _run_until_usable(
         self, new_sample: NewSample, params: dict[str, Any], budget: FailureBudget, evaluation: bool
-    ) -> Sample:
+    ) -> tuple[Sample, bytes | None]:
         while True:
             start = time.perf_counter()
-            done = await self._runner.run(new_sample(), params, evaluation)
+            done, entry = await self._workers.run(new_sample(), params, evaluation)
             if done.status not in UNUSABLE:
                 if evaluation:
                     done.rollout_metrics[SECONDS] = time.perf_counter() - start
-                return done
+                return done, entry
             budget.record(done)
 
 
+@dataclass(frozen=True, slots=True)
+class _ThisProcess:
+    """The hooks run here, beside all else."""
+
+    runner: HookRunner
+
+    async def run(self, sample: Sample, params: dict[str, Any], evaluation: bool) -> tuple[Sample, None]:
+        return await self.runner.run(sample, params, evaluation), None
+
+    def watching(self, what: str, total: int) -> AbstractContextManager[None]:
+        return self.runner.watching(what, total)
+
+    def note_taken(self) -> None:
+        self.runner.note_taken()
+
+
+Failure = TypeVar("Failure", bound=BaseException)
 NewSample = Callable[[], Sample]
 """Makes the same unstarted sample each time: a failed trajectory starts over from it."""
 
@@ -275,7 +305,7 @@ def _leaves(errors: BaseExceptionGroup) -> Iterator[BaseException]:
             yield error
 
 
-def _portable(error: BaseException) -> BaseException:
+def portable(error: Failure) -> Failure | RolloutError:
     """The error itself if it can be pickled, else one with its text: errors of some libraries cannot."""
     try:
         pickle.loads(pickle.dumps(error))

@@ -10,9 +10,10 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any, TypeVar
 
 from transformers import AutoTokenizer
@@ -27,17 +28,17 @@ from sleuth.metrics.trajectories import spread, step_trajectories, write_traject
 from sleuth.rollout.engine_client import EngineClient, embedding_size
 from sleuth.rollout.hook_runner import load_hooks
 from sleuth.rollout.journal import Journal
-from sleuth.rollout.journal_settings import journal_settings
+from sleuth.rollout.journal_settings import has_journal, journal_settings
 from sleuth.rollout.loop import GenerationLoop
 from sleuth.rollout.reward_shaping import shape_rewards
 from sleuth.rollout.train_batches import shard_batch, train_samples
+from sleuth.rollout.worker import WorkerPool, make_client
 from sleuth.sample import Sample
+from sleuth.search.service import add_searches
 
 logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 256
-PATIENCE_SECONDS = 60.0
-"""Within them the driver notices that an engine has ended, and says which others there are."""
 Result = TypeVar("Result")
 
 
@@ -52,13 +53,15 @@ class StepData:
 class RolloutManager:
     """Generates, scores and packs the samples of a step; evaluates; probes the engines."""
 
-    def __init__(self, args: Args, run_dir: Path, report: Report | None = None) -> None:
-        """Load the data and the hooks; `report` is told how far a rollout is.
+    def __init__(
+        self, args: Args, run_dir: Path, report: Report | None = None, workers: WorkerPool | None = None
+    ) -> None:
+        """Load the data and the hooks; `report` is told how far a rollout is. `workers` run the hooks [this process].
 
         Raises ValueError if something in data or hooks is wrong.
         """
-        self.args, self.run_dir = args, run_dir
-        self.loop = GenerationLoop(args, load_hooks(args), report)
+        self.args, self.run_dir, self._workers = args, run_dir, workers
+        self.loop = GenerationLoop(args, load_hooks(args), report, workers)
         self.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
         self.vocab_size = embedding_size(args.hf_checkpoint)
         check_tokenizer(self.tokenizer, self.vocab_size)
@@ -70,7 +73,7 @@ class RolloutManager:
         else:
             self.rows = load_rows(args.prompt_data, args, self.tokenizer)
         self.stream = PromptStream(self.rows, seed=args.seed, shuffle=args.rollout_shuffle)
-        self.journal = None if args.eval_only else run_journal(args)
+        self.journal = run_journal(args)
         # The whole run uses one event loop: the HTTP sessions of the hooks live as long as it does.
         self._runner = asyncio.Runner()
 
@@ -81,9 +84,10 @@ class RolloutManager:
 
         That is {} in a new run. `again`: this manager takes the place of one that ended in the middle of the run.
         """
-        self.engine = self._client(engine_urls, router_url)
+        self.engine = make_client(self.args, engine_urls, self.vocab_size, router_url)
         self._runner.get_loop()  # made here, so that `use_engines` may ask for it in another thread
-        self.engine.patience = PATIENCE_SECONDS if self.args.process_restarts else 0.0
+        if self._workers is not None:
+            self._workers.connect(engine_urls, router_url)
         if self.journal is not None:
             self.journal.start(again=again)
         if state:
@@ -92,21 +96,23 @@ class RolloutManager:
     def use_engines(self, urls: list[str]) -> None:
         """Send requests to these engines from now on; can be called from another thread while others are under way."""
         self._runner.get_loop().call_soon_threadsafe(self.engine.use, urls)
+        if self._workers is not None:
+            self._workers.use_engines(urls)
 
     def generate(self, step: int) -> StepData:
         """Roll out one step. Raises RolloutError when too many trajectories fail."""
-        drain_step_metrics()  # of an evaluation in between, and so below
-        self.engine.take_cached_share()
+        self._take_counts()  # of an evaluation in between, and so below
         start = time.perf_counter()
         journal = None if self.journal is None else self.journal.step(step)
         rollout = self._run(self.loop.rollout(self.stream.next_groups, journal, f"step {step}"))
         seconds = time.perf_counter() - start
         samples = rollout.samples
         shaping = shape_rewards(self.args, samples)
-        metrics = shaping | rollout_metrics(samples, rollout.failed) | drain_step_metrics()
+        counted, cached_share = self._take_counts()
+        metrics = shaping | rollout_metrics(samples, rollout.failed) | counted
         metrics["rollout/filtered_groups"] = float(rollout.filtered_groups)
         metrics["perf/rollout_tokens_per_second"] = sum(sum(s.trace.loss_mask) for s in samples) / seconds
-        metrics["perf/prefix_cache_share"] = self.engine.take_cached_share()
+        metrics["perf/prefix_cache_share"] = cached_share
         if journal is not None:
             journal.finish(rollout.groups, self.state_dict())
             metrics["rollout/from_journal"] = float(journal.taken)
@@ -120,12 +126,12 @@ class RolloutManager:
         for name, rows in self.eval_rows.items():
             for temperature in self.args.eval_temperature:
                 full_name = evaluation_name(name, temperature)
-                drain_step_metrics()  # of what came before, and so below
+                self._take_counts()  # of what came before, and so below
                 rollout = self._run(self.loop.evaluate(rows, temperature, f"evaluation of {full_name}"))
                 metrics |= evaluation_metrics(rollout.samples, full_name, rollout.failed)
                 if wait := overlong_wait(rollout.samples):
                     logger.warning("evaluation %s: %s", full_name, wait)
-                metrics |= {f"eval/{full_name}/{key}": value for key, value in drain_step_metrics().items()}
+                metrics |= {f"eval/{full_name}/{key}": value for key, value in self._take_counts()[0].items()}
                 path = self.run_dir / "trajectories" / f"eval_{step:07d}_{full_name.replace('/', '_')}.jsonl"
                 self._write_trajectories(path, rollout.samples, evaluation=True)
         return metrics
@@ -139,25 +145,27 @@ class RolloutManager:
         """For each engine the log-probabilities (nats, temperature 1) of the probe's tokens after the first."""
         return self._run(self._score_everywhere(self.probe_ids()))
 
+    def _take_counts(self) -> tuple[dict[str, float], float]:
+        """The hooks' step metrics since the last call, and the share of prompt tokens from the engines' caches."""
+        counts = [] if self._workers is None else self._workers.take_counts()
+        sent, cached = self.engine.take_prompt_tokens()
+        for count in counts:
+            sent, cached = sent + count.prompt_tokens, cached + count.cached_tokens
+            add_searches(count.searches)
+        return mean_metrics([count.metrics for count in counts]) | drain_step_metrics(), cached / max(1, sent)
+
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         with use_rollout_context(RolloutContext(self.engine, self.tokenizer, self.vocab_size)):
             return self._runner.run(coroutine, context=contextvars.copy_context())
 
     async def _score_everywhere(self, ids: list[int]) -> list[list[float]]:
         async def score(url: str) -> list[float]:
-            async with self._client([url], timeout=self.args.sync_timeout) as engine:
+            async with EngineClient(
+                [url], timeout=self.args.sync_timeout, max_concurrency=1, vocab_size=self.vocab_size
+            ) as engine:
                 return await engine.score(ids)
 
         return await asyncio.gather(*map(score, self.engine.urls))
-
-    def _client(self, urls: Sequence[str], router_url: str | None = None, timeout: float | None = None) -> EngineClient:
-        return EngineClient(
-            urls,
-            timeout=timeout or self.args.engine_timeout,
-            max_concurrency=self.args.rollout_max_concurrency,
-            vocab_size=self.vocab_size,
-            router_url=router_url,
-        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"stream": self.stream.state_dict()}
@@ -166,9 +174,15 @@ class RolloutManager:
         write_trajectories(path, samples, self.tokenizer, self.args.log_trajectories, evaluation=evaluation)
 
 
+def mean_metrics(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each metric the mean over those that have it."""
+    names = dict.fromkeys(name for metrics in found for name in metrics)
+    return {name: mean(metrics[name] for metrics in found if name in metrics) for name in names}
+
+
 def run_journal(args: Args) -> Journal | None:
     """The journal of the run, beside its checkpoints; None if it has none."""
-    if args.save is None or not args.rollout_journal:
+    if args.save is None or not has_journal(args):
         return None
     source = None if args.finetune else args.load
     return Journal(args.save, source, journal_settings(args), keep_all=args.save_keep == 0)

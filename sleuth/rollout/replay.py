@@ -42,6 +42,7 @@ class ReplayManager(WithoutEngines):
         groups = record.groups
         samples = [sample for group in groups for sample in group]
         metrics = shape_rewards(self.args, samples) | rollout_metrics(samples)
+        del metrics["rollout/empty_labels"]  # labels are in the prompt data, which is not read here
         return StepData(shard_batch(self.args, train_samples(self.args, groups)), metrics)
 
     def state_dict(self) -> dict[str, Any]:

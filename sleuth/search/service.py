@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sleuth.activity import waiting_for
-from sleuth.hooks.context import StopRunError, step_metrics
+from sleuth.hooks.context import StopRunError, share_of, step_metrics
 from sleuth.search.http import QueryError, SearchError, clean_query, is_query_fault, with_search_retries
 from sleuth.search.observation import Passage, to_passage
 
@@ -35,9 +35,9 @@ class SearchUnavailableError(StopRunError):
 class SearchService:
     """Searches through `backend(query)`; use one per event loop.
 
-    At most `concurrency` searches are under way at once. A query that is already under way is not sent again: both
-    callers get the same result. The last `cache_size` results are kept. Once more than `max_failure_rate` of the last
-    searches have failed, the next failure is a SearchUnavailableError.
+    At most `concurrency` searches are under way at once, in all processes of the hooks together. A query that is
+    already under way is not sent again: both callers get the same result. The last `cache_size` results are kept.
+    Once more than `max_failure_rate` of the last searches have failed, the next failure is a SearchUnavailableError.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SearchService:
         max_failure_rate: float = 1.0,
     ) -> None:
         self._backend = backend
-        self._places = asyncio.Semaphore(concurrency)
+        self._places = asyncio.Semaphore(share_of(concurrency))
         self._cache_size = cache_size
         self._max_failure_rate = max_failure_rate
         self._under_way: dict[str, asyncio.Future[list[Passage]]] = {}
@@ -198,7 +198,7 @@ def _passages(items: Iterable[Any]) -> list[Passage]:
 
 
 class _Statistics:
-    """What this process counted since the last call of `drain_search_metrics`."""
+    """What this process counted since it was last taken."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -213,6 +213,25 @@ class _Statistics:
 
 
 _statistics = _Statistics()
+
+Searches = tuple[Counter[str], list[float]]
+"""How searches ended, and the seconds that each request took."""
+
+
+def take_searches() -> Searches:
+    """What this process counted since the last call, for `add_searches` in another one."""
+    taken = _statistics.outcomes.copy(), list(_statistics.seconds)
+    _statistics.outcomes.clear()
+    _statistics.seconds.clear()
+    return taken
+
+
+def add_searches(searches: Searches) -> None:
+    """Count what another process has counted."""
+    outcomes, seconds = searches
+    _statistics.outcomes.update(outcomes)
+    _statistics.seconds.extend(seconds)
+
 
 _RATES = {
     "success": "success_rate",
@@ -234,9 +253,7 @@ def drain_search_metrics() -> dict[str, float]:
     under way, and `search/cache_hits` came from the cache. A refused query is no error of the backend, and counts in
     `search/refused_query_rate` alone. Empty if nothing was searched.
     """
-    outcomes, seconds = _statistics.outcomes.copy(), list(_statistics.seconds)
-    _statistics.outcomes.clear()
-    _statistics.seconds.clear()
+    outcomes, seconds = take_searches()
     if not outcomes:
         return {}
     shared = {f"search/{name}": float(outcomes[name]) for name in ("joined", "cache_hits")}

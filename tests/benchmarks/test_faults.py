@@ -38,6 +38,20 @@ def test_results_are_kept_where_a_bench_was_cut_short(tmp_path: Path) -> None:
     assert journal == "| journal | x | 1.0 s | a/b | NO |"
 
 
+def test_what_a_run_said_is_told_without_its_folders(tmp_path: Path) -> None:
+    folder = tmp_path / "trial"
+    trial = Trial(folder)
+    trial.output_file.write_text(
+        f"starting; logs: {folder}/run/logs\n"
+        "\x1b[36m(RolloutActor pid=3)\x1b[0m 2026-01-02 03:04:05,678 WARNING sleuth.search.http: no answer in 60 s\n"
+        f"2026-01-02 03:04:05,678 WARNING sleuth.cluster.engines: engine 0: see {folder}/run/x; it is started again\n"
+        f"error: expected room in {folder}/save\n"
+    )
+    assert trial.said(rows.STOPPED) == "no answer in 60 s"
+    assert trial.said(rows.ENDED) == "engine 0: see run/x; it is started again"
+    assert trial.said(rows.ENDED, trial.output().index("error")) == "error: expected room in save"
+
+
 def test_rows_that_are_done_are_not_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,9 +10,11 @@ from benchmarks.scale import Size, make_queries, summary, verdict
 from benchmarks.scaling.layouts import LAYOUTS, MODELS, Layout, step_tokens, traffic, write_model
 
 
-def size(engines: int, in_flight: int, seconds: float) -> Size:
-    step = {"seconds": seconds, "searches": float(in_flight), "manager": in_flight / 500}
-    return summary(engines, in_flight, 7, [step | {"retriever": 1.0, "scripted_engines": 1.0}] * 2, 0.5)
+def size(engines: int, in_flight: int, seconds: float, *, workers: int = 1, manager: float = 2.0) -> Size:
+    cpu = {"manager": manager, "hooks": 8.0 * (workers > 1), "retriever": 1.0, "scripted_engines": 1.0}
+    step = {name: value * in_flight / 1000 for name, value in cpu.items()}
+    step |= {"seconds": seconds, "searches": float(in_flight)}
+    return summary(engines, workers, in_flight, 7, [step] * 2, 0.5)
 
 
 def test_the_verdict_names_where_speed_stops_growing() -> None:
@@ -22,9 +24,15 @@ def test_the_verdict_names_where_speed_stops_growing() -> None:
     assert (sizes[1].manager, sizes[1].manager_core) == (pytest.approx(2.0), pytest.approx(1024 / 500 / 4.5))
     assert verdict(sizes) == (
         "speed grows with what is in flight up to 4 engines and 1024 trajectories; at 2.00 CPU s per 1,000, one "
-        "manager carries 500 trajectories/s at most"
+        "process carries 500 trajectories/s at most"
     )
     assert "up to 64 engines" in verdict([sizes[0], sizes[1], size(16, 4096, 4.5), size(64, 4096, 4.5)])
+
+
+def test_the_busiest_process_says_what_workers_carry() -> None:
+    assert [size(1, 256, 4.0, workers=workers).carries for workers in (1, 2, 4, 8)] == [500, 250, 500, 500]
+    last = size(64, 4096, 4.5, workers=4, manager=1.0)
+    assert verdict([last]).endswith("at 9.00 CPU s per 1,000, a manager and 4 workers carry 500 trajectories/s at most")
 
 
 def test_queries_differ() -> None:

@@ -17,6 +17,7 @@ from sleuth.cluster import waiting
 from sleuth.cluster.engines import EngineDiedError
 from sleuth.cluster.progress import Progress
 from sleuth.cluster.restarts import PAST, Restart, Restarts, is_loss
+from sleuth.cluster.rollout_workers import RolloutWorkerDiedError
 from sleuth.cluster.waiting import TookTooLongError
 from sleuth.hooks.context import StopRunError
 from sleuth.rollout.engine_client import EngineUnavailableError
@@ -56,6 +57,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> None:
         (exceptions.ActorDiedError(), True),
         (exceptions.WorkerCrashedError(), True),
         (in_an_actor(EngineUnavailableError("http://127.0.0.1:1 cannot be reached")), True),
+        (in_an_actor(RolloutWorkerDiedError("rollout worker 1 ended")), True),
         (in_an_actor(exceptions.OwnerDiedError("id", None, "rollout")), True),
         (in_an_actor(ValueError("expected a label, found none")), False),
         (in_an_actor(StopRunError("the search does not answer")), False),

@@ -29,6 +29,7 @@ class ScriptedRollout(RolloutActor):
 
     def __init__(self) -> None:
         self.manager: Any = self
+        self.workers = None
 
     def make(self, step: int) -> StepRefs:
         self.manager = SimpleNamespace(generate=self.data, state_dict=lambda: {"step": step})

@@ -134,7 +134,8 @@ def test_a_killed_engine_is_started_again_and_a_second_time_ends_the_run(tmp_pat
     def steps_done():
         return len(metrics_of(run_dir))
 
-    with started_training([*flags, "--num-rollout", "1000", "--process-restarts", "1"]) as process:
+    more = ["--num-rollout", "1000", "--process-restarts", "1", "--rollout-workers", "2"]
+    with started_training([*flags, *more]) as process:
         wait_until((tmp_path / "save/latest_checkpointed_iteration.txt").exists, "the first checkpoint")
         next(p for p in processes_of(run_dir) if "RolloutActor" in p.name() + " ".join(p.cmdline())).kill()
         before = steps_done()

@@ -432,7 +432,7 @@ def test_evaluation_bounds_what_is_under_way_and_takes_what_is_finished():
         def take(self, new):
             return new.finish(SampleStatus.COMPLETED, StopReason.ENDED) if new.prompt == "b" else None
 
-        async def record(self, sample):
+        async def record(self, sample, entry=None):
             self.recorded.append(sample.prompt)
 
     kept = Kept()

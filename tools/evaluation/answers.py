@@ -196,7 +196,7 @@ class SetAnswers:
     def take(self, new: Sample) -> Sample | None:
         return self._file.take(self._name, self._temperature, new)
 
-    async def record(self, sample: Sample) -> None:
+    async def record(self, sample: Sample, entry: bytes | None = None) -> None:
         self._file.add(self._name, self._temperature, sample)
 
     def failed(self, sample: Sample) -> None:
