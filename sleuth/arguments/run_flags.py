@@ -138,8 +138,8 @@ class ClusterArgs(Group):
     )
     allow_tensor_parallel_across_nodes: bool = Field(
         False,
-        description="Allow that tensor-parallel ranks of the trainer lie on different nodes, which is slow: they wait "
-        "for each other several times in each layer.",
+        description="Allow that tensor-parallel ranks of the trainer, or the GPUs of an engine, lie on different "
+        "nodes, which is slow: they wait for each other several times in each layer.",
     )
     ray_address: str | None = Field(
         None,

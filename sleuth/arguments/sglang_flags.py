@@ -17,7 +17,7 @@ from sleuth.engine.option_names import option_flag
 
 PREFIX = "sglang_"
 
-_ONE_NODE = "an engine lies on one node"
+_ITS_NODES = "an engine's nodes follow from --rollout-num-gpus-per-engine and the cluster"
 _OWN_GPUS = "every engine sees only its own GPUs, and takes them all: use --rollout-num-gpus-per-engine"
 _OWN_PORT = "every engine listens on a free port, for its own machine only"
 SET_HERE = {
@@ -30,10 +30,10 @@ SET_HERE = {
     "base_gpu_id": _OWN_GPUS,
     "gpu_id_step": _OWN_GPUS,
     "device": "engines run on GPUs where Ray has any, else on the CPU",
-    "nnodes": _ONE_NODE,
-    "node_rank": _ONE_NODE,
-    "dist_init_addr": _ONE_NODE,
-    "nccl_init_addr": _ONE_NODE,
+    "nnodes": _ITS_NODES,
+    "node_rank": _ITS_NODES,
+    "dist_init_addr": _ITS_NODES,
+    "nccl_init_addr": _ITS_NODES,
     "host": _OWN_PORT,
     "port": _OWN_PORT,
     "ssl_keyfile": _OWN_PORT,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from sleuth.engine.key import engine_key
 from sleuth.engine.option_names import option_words
 from sleuth.engine.router import RouterProcess
 from sleuth.engine.server import HOST, EngineConfig
+from sleuth.engine.spanning_actor import SpanningEngineActor
 from sleuth.weight_sync.control import EngineGroup
 
 logger = logging.getLogger(__name__)
@@ -51,8 +53,7 @@ class Engines:
 
     def __init__(self, args: Args, run_dir: Path, placement: Placement, waiter: Waiter) -> None:
         self.args, self.waiter = args, waiter
-        size = args.rollout_num_gpus_per_engine
-        shares = [placement.engines[first : first + size] for first in range(0, len(placement.engines), size)]
+        shares = placement.engine_shares(args.rollout_num_gpus_per_engine)
         self._make = [partial(_make_actor, args, run_dir, placement, *item) for item in enumerate(shares)]
         self._actors = [make() for make in self._make]
         self._gone: set[int] = set()
@@ -190,12 +191,22 @@ class Engines:
             logger.warning("an engine did not stop by itself: %s", error)
 
 
-def _make_actor(args: Args, run_dir: Path, placement: Placement, index: int, devices: Sequence[Device]) -> Any:
-    remote: Any = ray.remote(EngineActor)
-    # Several calls at a time: an engine that still starts can be stopped, and be asked how it is.
-    options = placement.options(devices[0], ENGINE_ENVIRONMENT) | {"max_concurrency": CALLS_AT_A_TIME}
-    config = engine_config(args, run_dir, index, devices, placement.host(devices[0].node_ip))
-    return remote.options(**options).remote(config, engine_key())
+def _make_actor(args: Args, run_dir: Path, placement: Placement, index: int, shares: Sequence[Sequence[Device]]) -> Any:
+    """The actor of engine `index`, given its devices on each of its nodes."""
+    parts: list[tuple[dict[str, Any], EngineConfig]] = []
+    for rank, devices in enumerate(shares):
+        # Several calls at a time: an engine that still starts can be stopped, and be asked how it is.
+        options = placement.options(devices[0], ENGINE_ENVIRONMENT) | {"max_concurrency": CALLS_AT_A_TIME}
+        config = engine_config(args, run_dir, index, devices, placement.host(devices[0].node_ip))
+        if rank:
+            config = replace(config, log_path=run_dir / "logs" / f"engine_{index}_node_{rank}.log")
+        parts.append((options, replace(config, nodes=len(shares), node_rank=rank)))
+    (options, config), *others = parts
+    if not others:
+        remote: Any = ray.remote(EngineActor)
+        return remote.options(**options).remote(config, engine_key())
+    spanning: Any = ray.remote(SpanningEngineActor)
+    return spanning.options(**options).remote(config, engine_key(), others)
 
 
 def _named(indices: Iterable[int]) -> str:
@@ -204,7 +215,7 @@ def _named(indices: Iterable[int]) -> str:
 
 
 def engine_config(args: Args, run_dir: Path, index: int, devices: Sequence[Device], host: str = HOST) -> EngineConfig:
-    """The configuration of engine `index`, which runs on `devices` and listens at `host`.
+    """The configuration of engine `index`, which runs on `devices` of one node and listens at `host`.
 
     Without devices it takes what the machine shows.
     """

@@ -7,6 +7,7 @@ both begin with device 0.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def lay_out(args: LayoutArgs, free: Mapping[str, int]) -> list[str]:
     """The node of each device, given how many devices are `free` on each node.
 
     Raises LayoutError if they are too few, or if an engine's ranks, or the tensor-parallel ranks of the trainer, would
-    lie on several nodes.
+    lie on several nodes without leave; with it, an engine's must be in equal parts on neighbouring nodes.
     """
     if sum(free.values()) < args.total_gpus:
         raise LayoutError(
@@ -90,10 +91,17 @@ def crossing(args: LayoutArgs, nodes: Sequence[str]) -> Iterator[str]:
             f"{' and '.join(found)}, which is slow; lower --tensor-model-parallel-size, give the trainer a multiple of "
             f"it on each node (--actor-num-gpus-per-node), or add {ACROSS}"
         )
-    if found := _first_split(_engine_nodes(args, nodes), engine):
+    engines = _engine_nodes(args, nodes)
+    if not args.allow_tensor_parallel_across_nodes and (found := _first_split(engines, engine)):
         yield (
-            f"expected the {engine} GPUs of an engine on one node, found them on {' and '.join(found)}; lower "
-            "--rollout-num-gpus-per-engine, or give engines and trainer numbers of GPUs on each node that it divides"
+            f"expected the {engine} GPUs of an engine on one node, found them on {' and '.join(found)}, which is slow; "
+            "lower --rollout-num-gpus-per-engine, give engines and trainer numbers of GPUs on each node that it "
+            f"divides, or add {ACROSS}"
+        )
+    elif uneven := _first_uneven(engines, engine):
+        yield (
+            f"expected the {engine} GPUs of an engine in equal parts on its nodes, found {uneven}; change "
+            "--rollout-num-gpus-per-engine, or give engines and trainer whole nodes"
         )
 
 
@@ -174,6 +182,15 @@ def _first_split(nodes: Sequence[str], size: int) -> list[str]:
         if len(found) > 1:
             return found
     return []
+
+
+def _first_uneven(nodes: Sequence[str], size: int) -> str | None:
+    """How many devices the first group of `size` neighbours has on each node, if those are not equal parts."""
+    for first in range(0, len(nodes), size):
+        runs = [(node, len(list(run))) for node, run in itertools.groupby(nodes[first : first + size])]
+        if len({count for _, count in runs}) > 1 or len({node for node, _ in runs}) < len(runs):
+            return ", then ".join(f"{count} on {node}" for node, count in runs)
+    return None
 
 
 def _listed(free: Mapping[str, int]) -> str:

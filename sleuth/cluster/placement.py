@@ -19,6 +19,7 @@ first. Instead every process gets it with exactly its own devices, and calls the
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import os
 import signal
 import time
@@ -117,6 +118,15 @@ class Placement:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, device.bundle),
             "runtime_env": {"env_vars": passed_on(os.environ) | variables | (env or {})},
         }
+
+    def engine_shares(self, gpus_per_engine: int) -> list[list[list[Device]]]:
+        """For each engine its devices on each of its nodes."""
+        found = []
+        for first in range(0, len(self.engines), gpus_per_engine):
+            devices = self.engines[first : first + gpus_per_engine]
+            by_node = [list(share) for _, share in itertools.groupby(devices, lambda device: device.node_ip)]
+            found.append(by_node)
+        return found
 
     def sources(self, gpus_per_engine: int) -> list[Source]:
         """Which trainer ranks serve which engine with weights."""

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from sleuth.arguments import Args
 from sleuth.megatron.convert import write_hf_folder
 from sleuth.megatron.trainer import Trainer
@@ -69,8 +67,7 @@ class WeightPush:
             self._group.close()
             self._group = None
         if self._group is None:
-            size = self._args.rollout_num_gpus_per_engine if torch.cuda.is_available() else 1
-            stage = self._trainer.stage
+            size, stage = len(self._sources[0].ranks), self._trainer.stage
             self._group = BroadcastGroup(
                 urls, stage=stage, ranks=self._ranks, tensor_parallel_size=size, timeout=self._args.sync_timeout
             )

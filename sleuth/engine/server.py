@@ -66,8 +66,8 @@ class EngineStartError(RuntimeError):
 class EngineConfig:
     """How to start one server.
 
-    On a machine without CUDA the server runs on the CPU and ignores `tensor_parallel_size`, `gpu_ids`,
-    `mem_fraction_static`, `enable_memory_saver` and `releases_graphs`.
+    On a machine without CUDA the server runs on the CPU and ignores `gpu_ids`, `mem_fraction_static`,
+    `enable_memory_saver` and `releases_graphs`. Its tensor parallelism is then one rank on each of its nodes.
     """
 
     model_path: str | Path
@@ -87,8 +87,15 @@ class EngineConfig:
     cpu_threads: int = 1
     """OMP_NUM_THREADS. With a tiny model more threads are many times slower."""
     tensor_parallel_size: int = 1
+    """Ranks on all nodes of the engine together."""
+    nodes: int = 1
+    """Nodes over which the engine's ranks are spread in equal parts, each with a server; that of node 0 is asked."""
+    node_rank: int = 0
+    """Which of these nodes this server is."""
+    meeting: str = ""
+    """host:port on node 0, where the servers of all nodes meet."""
     gpu_ids: tuple[str, ...] = ()
-    """The GPUs that it sees and uses: numbers, UUIDs or one MIG id, as in CUDA_VISIBLE_DEVICES; none: all."""
+    """The GPUs of its node that it uses: numbers, UUIDs or one MIG id, as in CUDA_VISIBLE_DEVICES; none: all."""
     mem_fraction_static: float | None = None
     """The share of a GPU's memory for weights and KV cache."""
     enable_memory_saver: bool = False
@@ -170,7 +177,8 @@ class EngineServer:
         if self.is_alive() and (stopped := self._stopped()):
             pids = " ".join(str(process.pid) for process in stopped)
             return f"the engine at {self.url} is stopped (SIGSTOP; `kill -CONT {pids}` lets it go on)"
-        if self.is_alive() and self._answers():
+        # On a node other than the first, SGLang answers only this, and without a look at anything.
+        if self.is_alive() and self._answers("health" if self.config.node_rank else NAME_PATH):
             return None
         with contextlib.suppress(subprocess.TimeoutExpired):
             if self._process is not None:
@@ -322,6 +330,8 @@ def server_args(config: EngineConfig, port: int, on_gpu: bool) -> list[str]:
         "--max-total-tokens": config.max_total_tokens,
         "--log-level-http": "warning",  # else the log holds a line per request
     }
+    if config.nodes > 1:
+        args |= {"--nnodes": config.nodes, "--node-rank": config.node_rank, "--dist-init-addr": config.meeting}
     flags: list[str] = []
     if on_gpu:
         args |= {
@@ -336,6 +346,7 @@ def server_args(config: EngineConfig, port: int, on_gpu: bool) -> list[str]:
             "--device": "cpu",
             "--attention-backend": "torch_native",
             "--sampling-backend": "pytorch",
+            "--tp-size": config.nodes if config.nodes > 1 else None,
             # Without this bound the server takes half of the machine's memory.
             "--max-total-tokens": config.max_total_tokens or 65_536,
         }
@@ -366,6 +377,10 @@ def server_environment(config: EngineConfig, folder: Path, on_gpu: bool) -> dict
     else:
         paths.insert(0, str(CPU_STUBS))
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        if config.nodes > 1:
+            # A list of cores for each rank: without one SGLang wants as many NUMA nodes as there are ranks.
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * config.nodes)
+            environment["TORCHDYNAMO_DISABLE"] = "1"  # a sharded embedding would be compiled, which needs triton
         environment |= KEEP_MEMORY
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return environment

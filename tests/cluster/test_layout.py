@@ -61,9 +61,15 @@ def test_tensor_parallel_ranks_on_two_nodes_are_refused_unless_allowed() -> None
     assert len(lay_out(run((2, 2), tensor=4, across=True), free)) == 4
 
 
-def test_an_engine_on_two_nodes_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"expected the 4 GPUs of an engine on one node, found them on a and b"):
-        lay_out(run((2, 2), (1, 4), colocate=True, across=True), {"a": 2, "b": 2})
+def test_an_engine_on_two_nodes_is_refused_unless_allowed_and_even() -> None:
+    with pytest.raises(
+        LayoutError, match=r"expected the 4 GPUs of an engine on one node, found them on a and b.* add "
+    ):
+        lay_out(run((2, 2), (1, 4), colocate=True), {"a": 2, "b": 2})
+    assert lay_out(run((2, 2), (1, 4), colocate=True, across=True), {"a": 2, "b": 2}) == ["a", "a", "b", "b"]
+    assert lay_out(run((1, 2), (1, 4), across=True), {"a": 2, "b": 2, "c": 2}) == [*"aabbcc"]
+    with pytest.raises(LayoutError, match=r"of an engine in equal parts on its nodes, found 3 on a, then 1 on b"):
+        lay_out(run((2, 2), (1, 4), colocate=True, across=True), {"a": 3, "b": 1})
 
 
 def test_too_few_devices_are_told_by_node() -> None:

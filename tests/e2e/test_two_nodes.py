@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,10 +24,11 @@ TWO_RANKS = ["--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1"]
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Two nodes of two devices each, or of as many as `request.param` says."""
     # Not below pytest's own folder: paths of Ray's sockets would be too long there.
     place = tempfile.TemporaryDirectory(prefix="nodes_", dir="/tmp", ignore_cleanup_errors=True)
-    with place as folder, ray_cluster(Path(folder), [2, 2]) as nodes:
+    with place as folder, ray_cluster(Path(folder), getattr(request, "param", [2, 2])) as nodes:
         yield nodes
 
 
@@ -89,3 +91,34 @@ def test_a_node_of_engines_dies_and_the_run_goes_on_with_one_node(cluster, flags
     last = metrics_of(tmp_path / "run")[-1]
     assert last["step"] == steps
     assert last["train/train_rollout_logprob_abs_diff"] < 1e-4
+
+
+@pytest.mark.parametrize("cluster", [[1, 1]], indirect=True)
+def test_one_engine_lies_on_two_nodes_and_is_started_again(cluster, flags, tmp_path):
+    """Its two tensor-parallel ranks read their weights each from the trainer rank on its node."""
+    run_dir = tmp_path / "run"
+    across = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--allow-tensor-parallel-across-nodes"]
+
+    def server_on_the_second_node() -> psutil.Process:
+        words = [(found, found.cmdline()) for found in processes_of(run_dir)]
+        servers = [(found, line) for found, line in words if "sleuth.engine.launch" in line]
+        assert len(servers) == 2
+        return next(found for found, line in servers if line[line.index("--node-rank") + 1] == "1")
+
+    flags = [*flags, *TWO_RANKS, *across, "--num-rollout", "3"]
+    with started_training(flags, environment=cluster.environment) as process:
+        metrics = run_dir / "metrics.jsonl"
+        wait_until(lambda: process.poll() is not None or metrics.exists(), "the first probe")
+        assert process.poll() is None, process.communicate()[0]
+        server_on_the_second_node().kill()
+        output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output
+    assert re.search(r"engine 0: .*its node 1: the engine at http://127.0.0.3:\d+ was killed by signal 9", output)
+    assert "it is started again (1 of at most 3 times)" in output
+    lines = metrics_of(run_dir)
+    assert all(line["train/rollout_logprob_abs_diff"] < 1e-4 for line in lines)
+    trained = [line for line in lines if line["step"] > 0]
+    assert len(trained) == 3
+    assert all(line["train/train_rollout_logprob_abs_diff"] < 1e-4 for line in trained)
+    assert all(line["perf/memory/engine_0_node_1"] > 0.1 for line in trained)
+    wait_until(lambda: not processes_of(run_dir), "the end of the run's processes", 60)

@@ -264,6 +264,19 @@ def test_arguments_on_gpus() -> None:
     assert args[-2:] == ["--attention-backend", "fa3"]
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_the_servers_of_an_engine_on_two_nodes_meet(on_gpu: bool, tmp_path: Path) -> None:
+    config = EngineConfig("model", tensor_parallel_size=16, nodes=2, node_rank=1, meeting="10.0.0.1:20001")
+    args = server_args(config, 30_000, on_gpu)
+    assert [args[args.index(name) + 1] for name in ("--nnodes", "--node-rank", "--dist-init-addr")] == [
+        *("2", "1", "10.0.0.1:20001")
+    ]
+    assert args[args.index("--tp-size") + 1] == ("16" if on_gpu else "2")
+    assert "--nnodes" not in server_args(EngineConfig("model"), 30_000, on_gpu)
+    environment = server_environment(config, tmp_path, on_gpu)
+    assert environment.get("SGLANG_CPU_OMP_THREADS_BIND") == (None if on_gpu else "0|0")
+
+
 def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/mine")
     on_cpu = server_environment(EngineConfig("model", cpu_threads=2), tmp_path, on_gpu=False)

@@ -33,6 +33,15 @@ def test_engines_are_served_on_their_own_node_or_in_requests() -> None:
     assert colocated == [Source((0,)), Source((1,)), Source((0,), same_node=False)]
 
 
+def test_the_ranks_of_an_engine_on_two_nodes_are_each_served_on_their_own() -> None:
+    nodes = dict(enumerate("aabbaabb"))
+    assert sources_of([0, 1, 2, 3], [0, 1, 2, 3], 4, on_gpu=True, nodes=nodes) == [Source((0, 1, 2, 3), True)]
+    assert sources_of([0, 1, 2, 3], [0, 1, 2, 3], 4, on_gpu=False, nodes=nodes) == [Source((0, 2))]
+    # Half of the devices are the trainer's; on node b the trainer has others.
+    assert sources_of([0, 6], [0, 1, 2, 3], 4, on_gpu=True, nodes=nodes) == [Source((0, 0, 1, 1))]
+    assert sources_of([0, 1], [0, 1, 2, 3], 4, on_gpu=True, nodes=nodes) == [Source((0,) * 4, same_node=False)]
+
+
 def test_on_a_cpu_an_engine_is_one_process_that_reads_from_host_memory() -> None:
     assert sources_of([0, 1, 2, 3], [0, 1, 2, 3], 2, on_gpu=False) == [Source((0,)), Source((2,))]
     assert sources_of([0, 1], [2, 3, 4, 5], 2, on_gpu=False) == [Source((0,)), Source((1,))]
