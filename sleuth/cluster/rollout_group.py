@@ -144,11 +144,12 @@ class RolloutGroup:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "scheduling_strategy": here, "runtime_env": {"env_vars": passed_on(os.environ)}}
         self._manager = actor.options(**options).remote(self.args, self.run_dir, engine_key())
+        self._process = self._manager.process.remote()  # before what may take long
         self._loading = self._manager.load.remote()
 
     def wait_until_loaded(self) -> None:
         """Wait for data and hooks, while engines and trainer still start; ValueError if something in them is wrong."""
-        self.waiter.watch("the rollout", ray.get(self._manager.process.remote()))
+        self.waiter.watch("the rollout", ray.get(self._process))
         workers = self.waiter.one(self._loading, Wait("loading data and hooks"))
         for index, process in enumerate(workers):
             self.waiter.watch(f"rollout worker {index}", process)

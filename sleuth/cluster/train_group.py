@@ -21,6 +21,7 @@ from sleuth.cluster.placement import Placement
 from sleuth.cluster.waiting import Wait, Waiter
 from sleuth.engine.devices import check_granted
 from sleuth.engine.key import engine_key, use_engine_key
+from sleuth.interfaces import gloo_interface
 from sleuth.meeting import join_meeting, open_meeting
 from sleuth.metrics.memory import GB, gpu_memory, process_memory
 from sleuth.metrics.speed import peak_tflops
@@ -50,7 +51,9 @@ class TrainActor:
         gpu_id: str | None,
         sources: Sequence[Source],
         engine_key: str,
+        host: str,
     ) -> None:
+        """`host`: the address by which the other ranks reach this one."""
         enter_working_folder()
         configure_logging(run_dir, f"trainer_{rank}", args)
         use_engine_key(engine_key)
@@ -59,6 +62,7 @@ class TrainActor:
         self.gpu_ids = [] if gpu_id is None else [gpu_id]
         self.sources = sources
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")  # of the one GPU that it sees
+        os.environ.update(gloo_interface(host, os.environ))
 
     def process(self) -> ProcessName:
         return ProcessName.of(os.getpid())
@@ -137,17 +141,18 @@ class TrainGroup:
         sources = placement.sources(args.rollout_num_gpus_per_engine)
         self._actors = [
             remote.options(**placement.options(device, env)).remote(
-                args, run_dir, rank, world_size, device.gpu_id, sources, engine_key()
+                args, run_dir, rank, world_size, device.gpu_id, sources, engine_key(), placement.host(device.node_ip)
             )
             for rank, device in enumerate(placement.trainer)
         ]
         self.turn_to: Callable[[Turn], None] = lambda turn: None  # see `share_memory`
         address, port = ray.get(self._actors[0].rendezvous.remote())
+        self._processes = [actor.process.remote() for actor in self._actors]  # before what one of them may wait in
         self._start = [actor.start.remote(address, port) for actor in self._actors]
 
     def wait_until_ready(self) -> tuple[int, dict[str, Any]]:
         """Steps done so far (0 in a new run) and the rollout state of the checkpoint ({} in a new run)."""
-        for rank, process in enumerate(ray.get([actor.process.remote() for actor in self._actors])):
+        for rank, process in enumerate(ray.get(self._processes)):
             self.waiter.watch(f"trainer rank {rank}", process)
         return self._wait(self._start, "starting the trainer", limited=False)[0]
 

@@ -30,6 +30,7 @@ from sleuth.dtypes import dtype_name
 from sleuth.engine.devices import as_numbers, cuda_runtime_folder, visible_devices
 from sleuth.engine.key import VARIABLE, engine_key, engine_session
 from sleuth.engine.process_group import group_members, kill_group, shared_memory_files
+from sleuth.interfaces import gloo_interface
 from sleuth.leftovers import record
 from sleuth.loopback import without_proxy
 
@@ -362,6 +363,7 @@ def server_environment(config: EngineConfig, folder: Path, on_gpu: bool) -> dict
     environment[VARIABLE] = engine_key()
     environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # the model's own length, and RESERVED_TOKENS
     environment |= without_proxy(environment, config.host)  # it asks itself whether it is up
+    environment |= gloo_interface(config.host, environment)
     if on_gpu:
         environment["NCCL_CUMEM_ENABLE"] = "0"  # memory that NCCL maps itself cannot be released
         if config.gpu_ids:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import ROOT, wait_until
+from tests.e2e.runs import ROOT, retriever, search_config
 
 MODEL = ROOT / "data/demo/model"
 
@@ -17,21 +15,15 @@ MODEL = ROOT / "data/demo/model"
 @pytest.fixture(scope="session")
 def search_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A BM25 server over the demo's corpus."""
-    url_file = tmp_path_factory.mktemp("retriever") / "url"
-    command = [sys.executable, "local_dense_retriever/retrieval_server.py", "--port", "0", "--url_file", url_file]
-    with subprocess.Popen([*command, "--corpus_path", "data/demo/corpus.jsonl.gz"], cwd=ROOT) as server:
-        wait_until(url_file.exists, "the retrieval server")
-        yield url_file.read_text().strip() + "/retrieve"
-        server.terminate()
+    with retriever(tmp_path_factory.mktemp("retriever")) as url:
+        yield url
 
 
 @pytest.fixture
 def flags(tmp_path: Path, search_url: str) -> list[str]:
     """A small run on the demo's data; results under `tmp_path / "run"`, checkpoints under `tmp_path / "save"`."""
     config = tmp_path / "search.yaml"
-    config.write_text(
-        f"search_r1: {{local: {{search_url: '{search_url}'}}, topk: 1, max_turns: 2, max_observation_tokens: 48}}\n"
-    )
+    config.write_text(search_config(search_url))
     return [
         *("--hf-checkpoint", str(MODEL), "--prompt-data", "data/demo/train.parquet", "--apply-chat-template"),
         *("--custom-config-path", str(config), "--custom-rm-path", "generate_with_search.reward_func"),

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,14 +21,15 @@ RUN_SECONDS = 600.0
 
 @contextmanager
 def started_training(
-    flags: list[str], folder: Path = ROOT, environment: Mapping[str, str] = {}
+    flags: list[str], folder: Path = ROOT, environment: Mapping[str, str] = {}, before: Sequence[str] = ()
 ) -> Iterator[subprocess.Popen[str]]:
     """`train.py`, typed in `folder`, in a session of its own as from a terminal; killed if it still runs.
 
-    It has the variables of `environment` besides this process's. Its output is captured.
+    It has the variables of `environment` besides this process's. `before` it on the command line may stand words that
+    say where it runs. Its output is captured.
     """
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *flags],
+        [*before, sys.executable, str(ROOT / "train.py"), *flags],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -45,9 +46,11 @@ def started_training(
         process.stdout.close()
 
 
-def run_training(flags: list[str], folder: Path = ROOT, environment: Mapping[str, str] = {}) -> tuple[int, str]:
+def run_training(
+    flags: list[str], folder: Path = ROOT, environment: Mapping[str, str] = {}, before: Sequence[str] = ()
+) -> tuple[int, str]:
     """Exit code and output of a finished run; one that does not finish in time fails the test."""
-    with started_training(flags, folder, environment) as process:
+    with started_training(flags, folder, environment, before) as process:
         try:
             output, _ = process.communicate(timeout=RUN_SECONDS)
         except subprocess.TimeoutExpired:
@@ -55,6 +58,24 @@ def run_training(flags: list[str], folder: Path = ROOT, environment: Mapping[str
             output, _ = process.communicate()
             pytest.fail(f"the run was not over after {RUN_SECONDS:.0f} s: {output[-2000:]}")
         return process.returncode, output
+
+
+@contextmanager
+def retriever(folder: Path, before: Sequence[str] = ()) -> Iterator[str]:
+    """The URL of a BM25 server over the demo's corpus, which is told in `folder`; `before`: see `started_training`."""
+    url_file = folder / "url"
+    command = [sys.executable, "local_dense_retriever/retrieval_server.py", "--port", "0", "--url_file", str(url_file)]
+    with subprocess.Popen([*before, *command, "--corpus_path", "data/demo/corpus.jsonl.gz"], cwd=ROOT) as server:
+        try:
+            wait_until(url_file.exists, "the retrieval server")
+            yield url_file.read_text().strip() + "/retrieve"
+        finally:
+            server.terminate()
+
+
+def search_config(url: str) -> str:
+    """The file of --custom-config-path for short searches at `url`."""
+    return f"search_r1: {{local: {{search_url: '{url}'}}, topk: 1, max_turns: 2, max_observation_tokens: 48}}\n"
 
 
 def processes_of(run_dir: Path) -> list[psutil.Process]:

@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch
 
-from tests.e2e.runs import processes_of, run_training, started_training, wait_until
+from tests.e2e.runs import processes_of, retriever, run_training, search_config, started_training, wait_until
 from tests.e2e.test_resume import content
-from tests.two_nodes import Cluster, ray_cluster
+from tests.two_nodes import Cluster, may_make_namespaces, ray_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -25,10 +25,11 @@ TWO_RANKS = ["--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1"]
 
 @pytest.fixture
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """Two nodes of two devices each, or of as many as `request.param` says."""
+    """Two nodes of two devices each; `request.param` are other arguments of `ray_cluster`."""
     # Not below pytest's own folder: paths of Ray's sockets would be too long there.
     place = tempfile.TemporaryDirectory(prefix="nodes_", dir="/tmp", ignore_cleanup_errors=True)
-    with place as folder, ray_cluster(Path(folder), getattr(request, "param", [2, 2])) as nodes:
+    arguments = {"devices": [2, 2]} | getattr(request, "param", {})
+    with place as folder, ray_cluster(Path(folder), **arguments) as nodes:
         yield nodes
 
 
@@ -36,8 +37,13 @@ def metrics_of(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.parametrize("cluster", [{"apart": may_make_namespaces()}], ids=str, indirect=True)
 def test_trainer_and_engines_on_two_nodes_end_as_on_one(cluster, flags, tmp_path):
-    code, output = run_training([*flags, *TWO_RANKS, "--rollout-num-gpus", "2"], environment=cluster.environment)
+    """In network namespaces where this process may make them; the retrieval server is then in the first one, too."""
+    with retriever(tmp_path, cluster.first) as url:
+        (tmp_path / "search.yaml").write_text(search_config(url))
+        nodes = [*flags, *TWO_RANKS, "--rollout-num-gpus", "2"]
+        code, output = run_training(nodes, environment=cluster.environment, before=cluster.first)
     assert code == 0, output
     lines = metrics_of(tmp_path / "run")
     assert all(line["train/rollout_logprob_abs_diff"] < 1e-4 for line in lines)  # the probe, of both engines
@@ -93,7 +99,7 @@ def test_a_node_of_engines_dies_and_the_run_goes_on_with_one_node(cluster, flags
     assert last["train/train_rollout_logprob_abs_diff"] < 1e-4
 
 
-@pytest.mark.parametrize("cluster", [[1, 1]], indirect=True)
+@pytest.mark.parametrize("cluster", [{"devices": [1, 1]}], ids=str, indirect=True)
 def test_one_engine_lies_on_two_nodes_and_is_started_again(cluster, flags, tmp_path):
     """Its two tensor-parallel ranks read their weights each from the trainer rank on its node."""
     run_dir = tmp_path / "run"
