@@ -74,13 +74,18 @@ def _ip(*words: str) -> None:
 
 
 @contextmanager
-def ray_cluster(folder: Path, devices: Sequence[int], *, apart: bool = False) -> Iterator[Cluster]:
+def ray_cluster(
+    folder: Path, devices: Sequence[int], *, apart: bool = False, hidden: Path | None = None
+) -> Iterator[Cluster]:
     """Two nodes with `devices[i]` slots each, `apart` in namespaces of their own; both end with the block.
 
-    Ray's sockets and logs are below `folder`, whose path must be short.
+    The second node finds the folder `hidden` empty. Ray's sockets and logs are below `folder`: its path must be short.
     """
     loopback = nullcontext((["127.0.0.2", "127.0.0.3"], [[], []]))
     with namespaces() if apart else loopback as (addresses, places):
+        if hidden is not None:
+            empty = f'mount -t tmpfs none "{hidden}" && exec "$@"'
+            places[1] = [*places[1], "unshare", "--mount", "sh", "-c", empty, "sh"]
         yield from _ray_cluster(folder, devices, addresses, places)
 
 

@@ -40,9 +40,9 @@ def check_nodes(args: Args, run_dir: Path, nodes: Iterable[str]) -> None:
     if not others:
         return
     with _marked(_shared(args, run_dir)) as marks:
-        wanted = _look(marks, _copied(args), _hook_files(args), PACKAGES)
+        wanted = _look(marks, _copied(args), _hook_names(args), PACKAGES)
         troubles: list[str] = []
-        for node, found in _looks(others, marks, _copied(args), _hook_files(args)).items():
+        for node, found in _looks(others, marks, _copied(args), _hook_names(args)).items():
             troubles += [found] if isinstance(found, str) else _differences(node, here, found, wanted)
     if troubles:
         raise ValueError("the run's nodes do not fit together\n  " + "\n  ".join(troubles))
@@ -126,8 +126,8 @@ def _copied(args: Args) -> dict[str, Path]:
     return {name: path.resolve() for name, path in named.items() if path is not None and path.exists()}
 
 
-def _hook_files(args: Args) -> dict[str, Path]:
-    return {module.__name__: Path(module.__file__) for module in hook_modules(args) if module.__file__}
+def _hook_names(args: Args) -> list[str]:
+    return [module.__name__ for module in hook_modules(args) if module.__file__]
 
 
 @contextmanager
@@ -145,7 +145,7 @@ def _marked(folders: Mapping[str, Path]) -> Iterator[dict[str, Path]]:
 
 
 def _looks(
-    nodes: Iterable[str], marks: Mapping[str, Path], copied: Mapping[str, Path], hooks: Mapping[str, Path]
+    nodes: Iterable[str], marks: Mapping[str, Path], copied: Mapping[str, Path], hooks: Sequence[str]
 ) -> dict[str, dict[str, Any] | str]:
     """What each node sees, or a sentence about why it does not say."""
     ids = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -180,13 +180,13 @@ def _looks(
 
 
 def _look(
-    marks: Mapping[str, Path], copied: Mapping[str, Path], hooks: Mapping[str, Path], packages: Iterable[str]
+    marks: Mapping[str, Path], copied: Mapping[str, Path], hooks: Iterable[str], packages: Iterable[str]
 ) -> dict[str, Any]:
     """What this node sees; runs on it."""
     return {
         "marks": {name: mark.exists() for name, mark in marks.items()},
         "copied": {name: _described(path) for name, path in copied.items()},
-        "hooks": {name: _imported(name, path) for name, path in hooks.items()},
+        "hooks": {name: _imported(name) for name in hooks},
         "packages": {name: _version(name) for name in packages},
         "code": _fingerprint(sorted(Path(__file__).parents[1].rglob("*.py"))),
     }
@@ -200,11 +200,10 @@ def _described(path: Path) -> str | None:
     return ", ".join(f"{name} ({size} bytes)" for name, size in files if not name.startswith("."))
 
 
-def _imported(name: str, path: Path) -> str:
+def _imported(name: str) -> str:
     """A fingerprint of the hook's file, or why it cannot be imported."""
     try:
-        importlib.import_module(name)
-        return _fingerprint([path])
+        return _fingerprint([Path(str(importlib.import_module(name).__file__))])
     except Exception as error:  # whatever a user's module raises
         return f"{type(error).__name__}: {error}"
 

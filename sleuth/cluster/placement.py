@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import ipaddress
 import itertools
+import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,10 +39,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from sleuth.arguments import Args
 from sleuth.cluster.layout import LayoutError, crossing, lay_out
 from sleuth.cluster.ray_environment import cluster_address, passed_on, prepare_environment
+from sleuth.cluster.shipping import is_checkout, nodes_without_project, shipped_project
 from sleuth.engine.devices import check_granted
 from sleuth.engine.server import HOST
 from sleuth.leftovers import record
 from sleuth.weight_sync.sources import Source, sources_of
+
+logger = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_SECONDS = 120.0
 POLL_SECONDS = 1.0
@@ -56,7 +61,7 @@ def ray_session(args: Args) -> Iterator[None]:
     prepare_environment(address)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     if address:
-        ray.init(address=address, log_to_driver=True)
+        _join(address)
     else:
         # These are slots, not cores: a laptop may have fewer cores than ranks, which then take turns.
         slots = max(os.cpu_count() or 1, args.total_gpus) + 1
@@ -67,6 +72,19 @@ def ray_session(args: Args) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _join(address: str) -> None:
+    """Connect to a cluster; where nodes lack the project, once more, with a copy of it for them."""
+    ray.init(address=address, log_to_driver=True)
+    if is_checkout() and (lacking := nodes_without_project()):
+        logger.warning(
+            "node %s does not have the project: Ray ships it there. Python and its packages (%s), the model and "
+            "checkpoints must be there already",
+            *(", ".join(lacking), sys.prefix),
+        )
+        ray.shutdown()
+        ray.init(address=address, log_to_driver=True, runtime_env=shipped_project())
 
 
 def session_folder() -> Path:
@@ -143,7 +161,7 @@ def place(args: Args) -> Placement:
     """Reserve the devices.
 
     Raises RuntimeError when a cluster of one node does not have them; LayoutError when one of several does not, or what
-    must share a node cannot; ValueError where Ray grants GPUs that its processes cannot use.
+    must share a node cannot.
     """
     trainer, count = args.actor_world_size if args.trains else 0, args.total_gpus
     engines = args.num_engines * args.rollout_num_gpus_per_engine
@@ -158,7 +176,6 @@ def place(args: Args) -> Placement:
         placement = Placement(group, devices[:trainer], engine_devices, ray.util.get_node_ip_address())
         if problems := list(crossing(args, [device.node_ip for device in devices])):
             raise LayoutError("; ".join(problems))
-        _check(placement, devices, args.rollout_num_gpus_per_engine)
     except Exception:
         remove_placement_group(group)
         raise
@@ -214,10 +231,9 @@ def _devices(group: PlacementGroup, nodes: Sequence[str | None], on_gpu: bool) -
     """The bundles in the order of `nodes`, those of one node by GPU: so neighbouring ranks share a node."""
 
     @ray.remote(num_cpus=0.01, num_gpus=0.01 if on_gpu else 0, runtime_env={"env_vars": NOT_SET_BY_RAY})
-    def where() -> tuple[str, str | None, int]:
+    def where() -> tuple[str, str | None, str | None]:  # goes by value: a node may lack the project
         ids = [str(gpu) for gpu in ray.get_gpu_ids()]
-        gpu = ids[0] if ids else None
-        return ray.util.get_node_ip_address(), gpu, _position(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return ray.util.get_node_ip_address(), ids[0] if ids else None, os.environ.get("CUDA_VISIBLE_DEVICES")
 
     found = ray.get(
         [
@@ -225,7 +241,7 @@ def _devices(group: PlacementGroup, nodes: Sequence[str | None], on_gpu: bool) -
             for i in range(len(nodes))
         ]
     )
-    order = {i: (_address_order(ip), position, i) for i, (ip, _, position) in enumerate(found)}
+    order = {i: (_address_order(ip), _position(gpu, visible), i) for i, (ip, gpu, visible) in enumerate(found)}
     devices = [Device(i, *found[i][:2]) for i in sorted(order, key=order.__getitem__)]
     return devices if nodes[0] is None else _in_order(devices, nodes)
 
@@ -250,7 +266,8 @@ def _position(gpu: str | None, visible: str | None) -> int:
     return int(gpu) if gpu.isdecimal() else 0
 
 
-def _check(placement: Placement, devices: list[Device], gpus_per_engine: int) -> None:
+def check_devices(placement: Placement, gpus_per_engine: int) -> None:
+    """ValueError where Ray grants GPUs that the run's processes cannot use; it looks from each node."""
     slices = [device.gpu_id for device in placement.engines if (device.gpu_id or "").startswith("MIG")]
     if slices and gpus_per_engine > 1:
         raise ValueError(
@@ -259,6 +276,7 @@ def _check(placement: Placement, devices: list[Device], gpus_per_engine: int) ->
         )
     # What actors find out when they start, told before any of them does: one look a node, since it imports torch.
     look: Any = ray.remote(check_granted)
+    devices = (*placement.engines, *placement.trainer)
     firsts = {device.node_ip: (device, device.gpu_id) for device in reversed(devices) if device.gpu_id is not None}
     small = {"num_cpus": 0.01, "num_gpus": 0.01}
     ray.get([look.options(**placement.options(device) | small).remote((gpu,)) for device, gpu in firsts.values()])

@@ -13,7 +13,7 @@ from sleuth.arguments import Args
 from sleuth.checkpoints import CONFIGURATION, checkpoint_folder
 from sleuth.cluster.memory_turns import TRAINER_PARTS, MemoryTurns
 from sleuth.cluster.nodes import check_nodes, node_deaths_explained, watch_nodes
-from sleuth.cluster.placement import Placement, place, ray_session
+from sleuth.cluster.placement import Placement, check_devices, place, ray_session
 from sleuth.cluster.progress import Progress
 from sleuth.cluster.ray_watch import control_store_watched
 from sleuth.cluster.rollout_group import RolloutGroup, StepRefs
@@ -183,6 +183,7 @@ def _rollout_side(args: Args, run_dir: Path) -> Iterator[tuple[Placement, Rollou
         try:
             with node_deaths_explained(placement.nodes, args.save):
                 check_nodes(args, run_dir, placement.nodes)
+                check_devices(placement, args.rollout_num_gpus_per_engine)
                 rollout = RolloutGroup(args, run_dir, placement, Waiter([watch_nodes(placement.nodes)]))
                 try:
                     yield placement, rollout

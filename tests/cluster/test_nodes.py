@@ -24,8 +24,7 @@ def look(tmp_path: Path) -> Any:
     (tmp_path / "mark").touch()
 
     def see(mark: str = "mark", model: str = "here", hook: str = "qa_em_format", package: str = "torch") -> Any:
-        hooks = {hook: Path(nodes.__file__).parents[2] / "qa_em_format.py"}
-        found = _look({"--save": tmp_path / mark}, {"--hf-checkpoint": tmp_path / model}, hooks, [package])
+        found = _look({"--save": tmp_path / mark}, {"--hf-checkpoint": tmp_path / model}, [hook], [package])
         return found | {
             "hooks": {"qa_em_format": found["hooks"][hook]},
             "packages": {"torch": found["packages"][package]},

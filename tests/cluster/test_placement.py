@@ -48,6 +48,7 @@ args = SimpleNamespace(actor_world_size=4, total_gpus=4, num_engines=engines, ro
                        tensor_model_parallel_size=1, allow_tensor_parallel_across_nodes=False)
 try:
     placed = placement.place(args)
+    placement.check_devices(placed, args.rollout_num_gpus_per_engine)
 except Exception as error:
     print(json.dumps({"error": str(getattr(error, "cause", error))}))
     sys.exit()

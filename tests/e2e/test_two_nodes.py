@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from tests.e2e.runs import processes_of, retriever, run_training, search_config, started_training, wait_until
+from tests.e2e.runs import ROOT, processes_of, retriever, run_training, search_config, started_training, wait_until
 from tests.e2e.test_resume import content
 from tests.two_nodes import Cluster, may_make_namespaces, ray_cluster
 
@@ -99,9 +99,15 @@ def test_a_node_of_engines_dies_and_the_run_goes_on_with_one_node(cluster, flags
     assert last["train/train_rollout_logprob_abs_diff"] < 1e-4
 
 
-@pytest.mark.parametrize("cluster", [{"devices": [1, 1]}], ids=str, indirect=True)
+NO_PROJECT = {"hidden": ROOT / "sleuth"} if may_make_namespaces() else {}
+
+
+@pytest.mark.parametrize("cluster", [{"devices": [1, 1]} | NO_PROJECT], ids=str, indirect=True)
 def test_one_engine_lies_on_two_nodes_and_is_started_again(cluster, flags, tmp_path):
-    """Its two tensor-parallel ranks read their weights each from the trainer rank on its node."""
+    """Its two tensor-parallel ranks read their weights each from the trainer rank on its node.
+
+    Where this process may hide the project from the second node (root), Ray ships it there.
+    """
     run_dir = tmp_path / "run"
     across = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--allow-tensor-parallel-across-nodes"]
 
@@ -121,6 +127,7 @@ def test_one_engine_lies_on_two_nodes_and_is_started_again(cluster, flags, tmp_p
     assert process.returncode == 0, output
     assert re.search(r"engine 0: .*its node 1: the engine at http://127.0.0.3:\d+ was killed by signal 9", output)
     assert "it is started again (1 of at most 3 times)" in output
+    assert ("node 127.0.0.3 does not have the project: Ray ships it there" in output) == bool(NO_PROJECT)
     lines = metrics_of(run_dir)
     assert all(line["train/rollout_logprob_abs_diff"] < 1e-4 for line in lines)
     trained = [line for line in lines if line["step"] > 0]
