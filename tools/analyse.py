@@ -27,6 +27,7 @@ from tools.evaluation.answers import Evaluation, sample_of
 from tools.evaluation.comparison import KINDS, Comparison, Key, check_comparable, compare, described, key_of, parts_of
 from tools.evaluation.statistics import Difference
 from tools.evaluation.summary import COLUMNS, cell, print_whole
+from tools.plots import save_figure
 
 PLOTTED = ("em", "format", "searches")
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8d6a9f", "#c08497")
@@ -45,8 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     labels = options.labels or _labels(options.files)
     if len(options.files) < 2:
         parser.error("expected two files or more, found one")
-    if len(set(labels)) != len(options.files):
-        parser.error(f"expected {len(options.files)} different labels, found {' '.join(labels)}")
+    if not len(set(labels)) == len(labels) == len(options.files):
+        parser.error(f"--labels: expected {len(options.files)} different ones, found {' '.join(labels)}")
+    if options.list < 0:
+        parser.error(f"--list: expected 0 or more, found {options.list}")
     try:
         evaluations = [Evaluation.read(path) for path in options.files]
         for other in evaluations[1:]:
@@ -61,13 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             _say(console, f"warning: {evaluation.path} is not finished; the answers that it has are compared")
     for comparison in comparisons:
         report(console, comparison, labels, options.measure, options.list)
-    if options.changes:
-        options.changes.parent.mkdir(parents=True, exist_ok=True)
-        options.changes.write_text(changes(comparisons, evaluations, labels, options.measure), encoding="utf-8")
-        _say(console, f"changed questions with their trajectories: {options.changes}")
-    if options.png:
-        plot(comparisons, labels, options.png)
-        _say(console, f"plot: {options.png}")
+    try:
+        if options.changes:
+            options.changes.parent.mkdir(parents=True, exist_ok=True)
+            options.changes.write_text(changes(comparisons, evaluations, labels, options.measure), encoding="utf-8")
+            _say(console, f"changed questions with their trajectories: {options.changes}")
+        if options.png:
+            plot(comparisons, labels, options.png)
+            _say(console, f"plot: {options.png}")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     return 0
 
 
@@ -203,9 +209,7 @@ def plot(comparisons: Sequence[Comparison], labels: Sequence[str], png: Path) ->
             _draw(ax, comparison, labels, measure)
     handles, names = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names))
-    png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png, dpi=110)
-    plt.close(figure)
+    save_figure(figure, png)
 
 
 def _draw(ax: Any, comparison: Comparison, labels: Sequence[str], measure: str) -> None:

@@ -27,7 +27,7 @@ if not __package__:  # run as a script: make the project importable
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sleuth.metrics.jsonl import read_metrics
-from tools.plots import evaluation_metric
+from tools.plots import evaluation_metric, save_figure
 from tools.run_dir import metric_series
 
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8d6a9f")
@@ -116,10 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sub.add_argument(flag, dest="named", type=_named, action="append", required=True, help=f"NAME={what}")
         sub.add_argument("--output", type=Path, required=True, help="the PNG to write")
     options = parser.parse_args(argv)
-    figure = plot_weights(options.named) if options.command == "weights" else plot_runs(options.named)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(options.output, dpi=110)
-    plt.close(figure)
+    try:
+        figure = plot_weights(options.named) if options.command == "weights" else plot_runs(options.named)
+        save_figure(figure, options.output)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     return 0
 
 

@@ -5,14 +5,13 @@
 
 Runs are named by their folders, and what differs between their configurations is printed. A thick line is their mean
 where nothing but the seed differs: then they are repetitions of one experiment. The table is made of their
-`summary.json`, which tools/demo/report.py writes.
+`summary.json`, which tools/demo/report.py writes; without one there is no table.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ if not __package__:  # run as a script: make the project importable
 from sleuth.metrics.jsonl import read_metrics
 from sleuth.viewer.runs import differing, named_runs
 from tools.plots import plot_runs
-from tools.run_dir import read_configuration
+from tools.run_dir import read_configuration, read_summary
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,30 +36,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = [str(run) for run in options.run_dirs if not (run / "metrics.jsonl").is_file()]
     if missing:
         parser.error(f"expected a metrics.jsonl in every folder, found none in {', '.join(missing)}")
+    if len({run.resolve() for run in options.run_dirs}) < len(options.run_dirs):
+        parser.error("expected different runs, found the same folder twice; name each once")
     labels = options.labels or default_labels(options.run_dirs)
-    if len(labels) != len(options.run_dirs):
-        parser.error(f"expected {len(options.run_dirs)} labels, one a run, found {len(labels)}")
-    try:
-        logged = {name for run in options.run_dirs for line in read_metrics(run / "metrics.jsonl") for name in line}
-    except ValueError as error:
-        parser.error(str(error))
-    if unknown := [name for name in options.metric if name not in logged]:
-        near = sorted({name for word in unknown for name in difflib.get_close_matches(word, logged, 3)})
+    if not len(set(labels)) == len(labels) == len(options.run_dirs):
         parser.error(
-            f"--metric: no run logged {', '.join(unknown)}; did you mean {', '.join(near) or 'none of these'}?"
+            f"--labels: expected {len(options.run_dirs)} different labels, one a run, found {' '.join(labels)}"
         )
-    differences = differing([read_configuration(run) for run in options.run_dirs])
-    plot_runs(
-        [run / "metrics.jsonl" for run in options.run_dirs],
-        options.output,
-        labels,
-        mean=are_repetitions(differences),
-        metrics=options.metric,
-    )
+    try:
+        check_metrics(options.run_dirs, options.metric)
+        configurations = [read_configuration(run) for run in options.run_dirs]
+        table = markdown_table(options.run_dirs, labels)
+        differences = differing(configurations)
+        plot_runs(
+            [run / "metrics.jsonl" for run in options.run_dirs],
+            options.output,
+            labels,
+            mean=all(configurations) and are_repetitions(differences),
+            metrics=options.metric,
+        )
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    for label, configuration in zip(labels, configurations, strict=True):
+        if not configuration and len(labels) > 1:
+            print(f"{label} has no config.yaml: whether its settings are those of the others is not known")
     for name, values in differences.items():
         print(f"{name}: {', '.join(f'{label} {value}' for label, value in zip(labels, values, strict=True))}")
-    print("\n".join(markdown_table(options.run_dirs, labels)))
+    print("\n".join(table))
     return 0
+
+
+def check_metrics(run_dirs: Sequence[Path], metrics: Sequence[str]) -> None:
+    """ValueError, with similar names, for a metric that no run logged as a number."""
+    lines = [line for run in run_dirs for line in read_metrics(run / "metrics.jsonl")]
+    logged = {name for line in lines for name, value in line.items() if isinstance(value, int | float)}
+    if unknown := [name for name in metrics if name not in logged]:
+        near = sorted({name for word in unknown for name in difflib.get_close_matches(word, logged, 3)})
+        hint = f"did you mean {', '.join(near)}?" if near else "metrics.jsonl has the names"
+        raise ValueError(f"--metric: no run logged {', '.join(unknown)}; {hint}")
 
 
 COLUMNS = {
@@ -76,12 +89,16 @@ COLUMNS = {
 
 
 def markdown_table(run_dirs: Sequence[Path], labels: Sequence[str]) -> list[str]:
-    """A line a run: each number before -> after, steps, and seconds; what is not known is said to be missing."""
+    """A line a run: each number before -> after, steps, and seconds; what is not known is said to be missing.
+
+    No lines if no run has a summary. ValueError for one that is damaged.
+    """
+    summaries = [read_summary(run) for run in run_dirs]
+    if not any(summaries):
+        return []
     heads = ["run", *COLUMNS, "steps", "seconds"]
     lines = [heads, ["---"] * len(heads)]
-    for run, label in zip(run_dirs, labels, strict=True):
-        path = run / "summary.json"
-        summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    for summary, label in zip(summaries, labels, strict=True):
         parts = {"table": summary.get("table", {}), **summary.get("hops", {})}
         numbers = [_change(parts.get(part, {}).get(key, {})) for part, key in COLUMNS.values()]
         lines.append([label, *numbers, *(str(summary.get(key, "missing")) for key in ("steps", "seconds"))])

@@ -14,6 +14,7 @@ matplotlib.use("Agg")  # no display is needed, nor looked for
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
@@ -104,9 +105,20 @@ def _draw(
     if len(runs) > 1:
         handles, names = axes.flat[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=len(names))
-    Path(png).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png, dpi=110)
-    plt.close(figure)
+    save_figure(figure, png)
+
+
+def save_figure(figure: Figure, png: str | Path) -> None:
+    """Write the picture, and its folder where there is none. ValueError if that is not possible."""
+    try:
+        Path(png).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(png, dpi=110)
+    except (OSError, ValueError) as error:  # ValueError: an ending of no known format
+        raise ValueError(
+            f"expected the name of a PNG that can be written, found {png} ({error}); name another"
+        ) from None
+    finally:
+        plt.close(figure)
 
 
 def _draw_panel(ax: Axes, panel: Panel, runs: dict[str, list[MetricsLine]], *, mean: bool) -> None:

@@ -160,7 +160,7 @@ def test_what_is_no_evaluation_is_told(folder: Path, capsys: pytest.CaptureFixtu
         ([good], "expected two files or more, found one"),
         ([good, "nowhere.jsonl"], "which has its settings in nowhere.json, found none there"),
         ([good, "x.jsonl"], "expected answers of tools/eval.py"),
-        ([good, good], "expected 2 different labels, found a a"),
+        ([good, good], "--labels: expected 2 different ones, found a a"),
         ([good, empty], "empty.jsonl has none"),
         ([good, other, "--measure", "accuracy"], "--measure: expected one of em, "),
     ):

@@ -42,3 +42,13 @@ def test_a_name_is_asked_for(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["runs", "--run", str(tmp_path), "--output", "x.png"])
     assert "expected NAME=FOLDER" in capsys.readouterr().err
+
+
+def test_what_is_not_there_is_told(tmp_path, capsys):
+    for arguments, message in (
+        (["runs", "--run", f"a={tmp_path}"], "metrics.jsonl"),
+        (["weights", "--dump", f"a={tmp_path}"], "set mis_dump_dir"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*arguments, "--output", str(tmp_path / "x.png")])
+        assert message in capsys.readouterr().err

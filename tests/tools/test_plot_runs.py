@@ -62,7 +62,7 @@ def test_the_table_shows_before_and_after_and_what_is_missing(runs, tmp_path, ca
     hops = {"two_hop": {"searches_t1": {"before": 0.25, "after": 2.0}}}
     (runs[0] / "summary.json").write_text(json.dumps({"table": numbers, "hops": hops, "steps": 50, "seconds": 400.5}))
     assert main([*map(str, runs), "--output", str(tmp_path / "curves.png")]) == 0
-    first, second = capsys.readouterr().out.splitlines()[2:]
+    first, second = capsys.readouterr().out.splitlines()[-2:]
     assert first.startswith("| a | 0.100 -> 0.400 | missing -> missing |")
     assert "| missing -> missing | 0.250 -> 2.000 | missing" in first
     assert first.endswith("| missing -> 0.500 | 50 | 400.5 |")
@@ -70,9 +70,58 @@ def test_the_table_shows_before_and_after_and_what_is_missing(runs, tmp_path, ca
 
 
 @pytest.mark.parametrize(
-    ("extra", "message"), [(["nowhere"], "found none in nowhere"), (["--labels", "x"], "expected 2 labels")]
+    ("extra", "message"), [(["nowhere"], "found none in nowhere"), (["--labels", "x"], "expected 2 different labels")]
 )
 def test_bad_arguments(runs, tmp_path, capsys, extra, message):
     with pytest.raises(SystemExit):
         main([*map(str, runs), *extra, "--output", str(tmp_path / "x.png")])
     assert message in capsys.readouterr().err
+
+
+def test_runs_without_a_configuration_are_no_repetitions_and_without_a_summary_there_is_no_table(
+    runs, tmp_path, monkeypatch, capsys
+):
+    (runs[0] / "config.yaml").write_text("seed: 1\n")
+    drawn = []
+    monkeypatch.setattr("tools.plot_runs.plot_runs", lambda *_, **options: drawn.append(options["mean"]))
+    assert main([*map(str, runs), "--output", str(tmp_path / "x.png")]) == 0
+    assert drawn == [False]
+    out = capsys.readouterr().out
+    assert "b has no config.yaml" in out
+    assert "missing" not in out
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("config.yaml", "{a: [", "config.yaml, which has none"),
+        ("config.yaml", "[1]", "found list"),
+        ("summary.json", "{", "summary.json, which has none"),
+        ("metrics.jsonl", "torn\n{}\n", "line 1: expected a JSON object"),
+    ],
+)
+def test_a_damaged_file_is_named(runs, tmp_path, capsys, file, text, message):
+    (runs[1] / file).write_text(text)
+    with pytest.raises(SystemExit):
+        main([*map(str, runs), "--output", str(tmp_path / "x.png")])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["x.unknown", "file/x.png"])
+def test_a_picture_that_cannot_be_written_is_told(runs, tmp_path, capsys, name):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit):
+        main([*map(str, runs), "--output", str(tmp_path / name)])
+    assert "expected the name of a PNG that can be written" in capsys.readouterr().err
+
+
+def test_a_run_named_twice_and_a_metric_without_numbers_are_refused(runs, tmp_path, capsys):
+    for extra, message in (
+        ([str(runs[0])], "found the same folder twice"),
+        (["--labels", "a", "a"], "expected 2 different labels"),
+        (["--metric", "text"], "no run logged text; metrics.jsonl has the names"),
+    ):
+        (runs[0] / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5, "text": "x"}\n')
+        with pytest.raises(SystemExit):
+            main([*map(str, runs), *extra, "--output", str(tmp_path / "x.png")])
+        assert message in capsys.readouterr().err

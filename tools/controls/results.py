@@ -18,7 +18,7 @@ from rich.table import Table
 
 from sleuth.metrics.jsonl import read_metrics
 from tools.controls.catalog import Control
-from tools.plots import evaluation_metric
+from tools.plots import evaluation_metric, save_figure
 from tools.run_dir import metric_series
 
 BEGIN, END = "<!-- controls: made by tools/run_controls.py -->", "<!-- end of controls -->"
@@ -165,8 +165,7 @@ def draw(controls: Sequence[Control], results: Sequence[Result], png: Path) -> N
         ax.grid(alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
-    figure.savefig(png, dpi=110)
-    plt.close(figure)
+    save_figure(figure, png)
 
 
 def put_into(page: str, table: str) -> str:

@@ -60,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not metrics_file.is_file():
         parser.error(f"expected the metrics of a run in {metrics_file}, found no such file; check --run-dir")
 
-    summary = summarize(read_metrics(metrics_file), read_configuration(options.run_dir), options.started)
+    try:
+        summary = summarize(read_metrics(metrics_file), read_configuration(options.run_dir), options.started)
+    except ValueError as error:
+        parser.error(str(error))
     (options.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     plot_run(metrics_file, options.run_dir / "curves.png")
     show(summary, options.run_dir, Console())

@@ -47,8 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     metrics_file = options.run_dir / "metrics.jsonl"
     if not metrics_file.is_file():
         parser.error(f"expected the metrics of a run in {metrics_file}, found no such file; check --run-dir")
-    lines = read_metrics(metrics_file)
-    summary = summarize(lines, options.zero_shot)
+    try:
+        lines = read_metrics(metrics_file)
+        summary = summarize(lines, options.zero_shot)
+    except ValueError as error:
+        parser.error(str(error))
     seconds = round(time.time() - options.started, 1) if options.started else None
     steps = max((line["step"] for line in lines), default=0)
     found = {"steps": steps, "seconds": seconds, "table": summary}
@@ -65,7 +68,7 @@ def summarize(lines: list[MetricsLine], zero_shot: Path) -> Summary:
     summary: Summary = {}
     for mode, ending in MODES.items():
         path = zero_shot / mode / "metrics.jsonl"
-        before = read_metrics(path)[-1] if path.is_file() else {}
+        before = next(reversed(read_metrics(path)), {}) if path.is_file() else {}
         summary[mode] = {
             row: {"zero-shot": before.get(rollout), **_of_the_run(lines, ending + evaluated)}
             for row, (evaluated, rollout) in ROWS.items()

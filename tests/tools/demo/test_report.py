@@ -144,3 +144,12 @@ def test_a_folder_without_metrics(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["--run-dir", str(tmp_path)])
     assert "metrics.jsonl" in capsys.readouterr().err
+
+
+def test_a_damaged_file_of_a_run_is_named(tmp_path, capsys):
+    for name, text in (("config.yaml", "{a: ["), ("metrics.jsonl", "torn\n{}\n")):
+        run_with([training(1)], tmp_path)
+        (tmp_path / name).write_text(text)
+        with pytest.raises(SystemExit):
+            main(["--run-dir", str(tmp_path)])
+        assert f"{name}" in capsys.readouterr().err

@@ -41,3 +41,16 @@ def test_a_folder_without_metrics_is_refused(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         report.main(["--zero-shot", str(tmp_path), "--run-dir", str(tmp_path)])
     assert "found no such file; check --run-dir" in capsys.readouterr().err
+
+
+def test_an_empty_file_of_metrics_is_shown_as_missing_and_a_damaged_one_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_metrics(tmp_path / "zero/greedy")
+    write_metrics(tmp_path / "run", {"step": 0})
+    flags = ["--zero-shot", str(tmp_path / "zero"), "--run-dir", str(tmp_path / "run")]
+    assert report.main(flags) == 0
+    (tmp_path / "zero/greedy/metrics.jsonl").write_text("torn\n{}\n")
+    with pytest.raises(SystemExit):
+        report.main(flags)
+    assert "line 1: expected a JSON object" in capsys.readouterr().err
