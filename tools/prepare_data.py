@@ -45,6 +45,11 @@ class Part:
     public: bool = False
     counts: Counts = field(default_factory=Counts)
 
+    @property
+    def shown(self) -> str:
+        """The file, with its folder where it was given with one."""
+        return str(Path(*self.path.parts[-2:]))
+
 
 @dataclass(slots=True)
 class Output:
@@ -169,7 +174,7 @@ def own_parts(args: argparse.Namespace, paths: Sequence[Path]) -> list[Part]:
 
 def usable_rows(part: Part) -> Iterator[tuple[int, dict[str, Any], str, list[str], int]]:
     """Each row that has a question and an answer, with its number, question, answers and key; counts the others."""
-    bar = tqdm(desc=f"{part.path.parent.name}/{part.path.name}", total=part.expected, unit=" rows", disable=None)
+    bar = tqdm(desc=part.shown, total=part.expected, unit=" rows", disable=None)
     with bar:
         for number, row in read_rows(part.path, part.columns, part.encoding):
             bar.update()
@@ -247,7 +252,7 @@ def report(output: Output, path: Path, parts: Sequence[Part]) -> None:
     sources = ", ".join(f"{source} {count:,}" for source, count in output.sources.items())
     print(f"{path}: {output.writer.count:,} rows ({sources})")
     for part in parts:
-        where = f"  {part.path.parent.name}/{part.path.name}"
+        where = f"  {part.shown}"
         if part.expected is not None and part.counts.rows != part.expected:
             print(f"{where}: {part.counts.rows:,} rows, where FlashRAG's table states {part.expected:,}")
         for sentence in part.counts.sentences():

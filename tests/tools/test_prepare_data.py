@@ -200,6 +200,30 @@ def test_byte_order_marks_and_other_encodings(tmp_path: Path, capsys: pytest.Cap
     assert "--encoding cp1252" in said
     assert run(tmp_path, "--train", windows, "--test", windows, "--encoding", "cp1252") == 0
     assert answers(tmp_path) == [["Orléans"], ["Zoë – maybe"]]
+    wide = own(tmp_path / "c.tsv", table, "\t", "utf-16")
+    capsys.readouterr()
+    assert run(tmp_path, "--train", wide, "--test", wide) == 1
+    assert "add --encoding utf-16" in capsys.readouterr().err
+    assert run(tmp_path, "--train", wide, "--test", wide, "--encoding", "utf-16") == 0
+    assert answers(tmp_path) == [["Orléans"], ["Zoë – maybe"]]
+    assert run(tmp_path, "--train", marked, "--test", windows, "--encoding", "ascii") == 1
+    assert "in ascii, found the byte" in (said := capsys.readouterr().err)
+    assert "cp1252" not in said
+
+
+def test_a_file_is_named_as_it_was_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own(tmp_path / "m.csv", [["question", "golden_answers"], ["a?", "1"], ["b?", "2"], ["c?", ""]])
+    assert run(tmp_path / "out", "--train", Path("m.csv")) == 0
+    assert "  m.csv: 1 without an answer" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = own(tmp_path / "m.csv", [["question", "golden_answers"], ["a?", "1"], ["b?", "2"]])
+    assert run(path, "--train", path) == 1
+    assert "--local_dir: expected a folder that can be written, found " in capsys.readouterr().err
 
 
 def test_other_files_and_shapes_of_answers(tmp_path: Path) -> None:

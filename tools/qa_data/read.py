@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import sys
@@ -92,8 +93,7 @@ def _read_table(path: Path, delimiter: str, encoding: str) -> Iterator[dict[str,
     except UnicodeDecodeError as error:
         raise ValueError(
             f"expected {path} in {encoding.removesuffix('-sig')}, found the byte 0x{error.object[error.start]:02x} in "
-            f"{error.object[max(0, error.start - 20) : error.end + 20]!r}; add --encoding cp1252 if it comes from "
-            "Excel on Windows, or save it as UTF-8"
+            f"{error.object[max(0, error.start - 20) : error.end + 20]!r}; {_other_encoding(path, encoding)}"
         ) from error
     except LookupError:
         raise ValueError(
@@ -101,3 +101,15 @@ def _read_table(path: Path, delimiter: str, encoding: str) -> Iterator[dict[str,
         ) from None
     except (csv.Error, EOFError, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} cannot be read as a table ({error}); look for a quote that is not closed") from error
+
+
+def _other_encoding(path: Path, encoding: str) -> str:
+    """What to do about a file that is in another encoding than this one."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rb") as file:
+        start = file.read(2)
+    if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return "it begins as UTF-16 does (Unicode text of Excel): add --encoding utf-16, or save it as UTF-8"
+    if encoding == "utf-8-sig":
+        return "add --encoding cp1252 if it comes from Excel on Windows, or save it as UTF-8"
+    return "name its encoding with --encoding, or save it as UTF-8 and leave the flag out"

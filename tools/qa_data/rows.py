@@ -126,8 +126,13 @@ class RowWriter:
 @contextmanager
 def writing(path: Path) -> Iterator[RowWriter]:
     """A writer; the file at `path` is replaced at the end of the block, and left as it was if the block fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    writer = RowWriter(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writer = RowWriter(path)
+    except OSError as error:
+        raise ValueError(
+            f"--local_dir: expected a folder that can be written, found {path.parent} ({error}); name another"
+        ) from None
     try:
         yield writer
         writer.finish()
