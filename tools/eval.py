@@ -69,7 +69,7 @@ class EvaluatedGroup(Group):
     )
     output: Path = Field(description="JSONL file of all answers; the numbers are written beside it, as .json.")
     limit: PositiveInt | None = Field(
-        None, description="Most questions of each evaluation set, spread evenly over its rows [all]."
+        None, description="Most questions of each evaluation set, of each data source its share, always the same [all]."
     )
     batch_size: PositiveInt = Field(256, description="Most answers under way at the same time.")
     temperature: list[Annotated[float, Field(ge=0.0)]] | None = Field(
@@ -202,10 +202,20 @@ def prepare(args: EvaluatedArgs) -> Plan:
     check_tokenizer(tokenizer, vocab_size)
     rows = {name: load_rows(path, args, tokenizer, evaluation=True) for name, path in args.eval_sets.items()}
     if args.limit is not None:
-        rows = {name: spread(found, args.limit) for name, found in rows.items()}
+        rows = {name: some_of(found, args.limit) for name, found in rows.items()}
     for warning in (*bare_questions(args, rows), *unwinnable_rows(args, modules)):
         sys.stderr.write(f"warning: {warning}\n")
     return Plan(args, tokenizer, vocab_size, rows, evaluation_settings(args, model, rows, corpus_of(args)))
+
+
+def some_of(rows: Sequence[PromptRow], limit: int) -> list[PromptRow]:
+    """`limit` of the rows in their order, always the same: of each data source its share, from all parts of the file.
+
+    They are every n-th row once rows of a source stand together. Of the file as it is they could be mostly of one
+    source, where sources take turns.
+    """
+    by_source = sorted(range(len(rows)), key=lambda number: str(rows[number].metadata.get("data_source")))
+    return [rows[number] for number in sorted(spread(by_source, limit))]
 
 
 def corpus_of(args: EvaluatedArgs) -> dict[str, str] | None:

@@ -15,9 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from sleuth.arguments import parse_args
+from sleuth.data import PromptRow
 from sleuth.metrics.trajectories import read_trajectories
 from tests.tools.evaluation import hooks
-from tools.eval import EvaluatedArgs, main
+from tools.eval import EvaluatedArgs, main, some_of
 from tools.evaluation.models import find_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +63,22 @@ def test_answers_and_numbers_are_written(capsys: pytest.CaptureFixture[str]) -> 
     assert "demo/greedy (in brackets: 95% intervals)" in out
     assert f"{right:.3f}" in out
     assert "answers: a.jsonl; numbers: a.json" in out
+
+
+@pytest.mark.parametrize("order", ["in turns", "one after the other"])
+@pytest.mark.parametrize("limit", [50, 51, 100, 125])
+def test_a_part_of_the_rows_has_each_source_by_its_share(order: str, limit: int) -> None:
+    sources = ["rare" if number % 10 == 0 else "usual" for number in range(500)]
+    if order != "in turns":
+        sources.sort()
+    rows = [PromptRow(number, "", [], None, {"data_source": source}) for number, source in enumerate(sources)]
+    chosen = some_of(rows, limit)
+    assert len(chosen) == limit
+    assert abs(sum(row.metadata["data_source"] == "rare" for row in chosen) - limit / 10) <= 1
+    places = [row.index for row in chosen]
+    assert places == sorted(places)
+    assert places[0] < 100 < 400 < places[-1]
+    assert some_of(rows, 500) == some_of(rows, 501) == rows
 
 
 def test_an_interrupted_evaluation_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
