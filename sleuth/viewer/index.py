@@ -85,7 +85,24 @@ def parse_head(line: bytes) -> dict[str, Any] | None:
         record = orjson.loads(line[:end] + b"}" if end > 0 else line)
     except orjson.JSONDecodeError:
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("segments"), list) else None
+    return record if _is_trajectory(record) else None
+
+
+def _is_trajectory(record: Any) -> bool:
+    """Whether it has the parts of a trajectory, each of its type: of another file, or edited by hand, it may not."""
+    if not isinstance(record, dict) or not isinstance(record.get("segments"), list):
+        return False
+    return (
+        all(_is_segment(segment) for segment in record["segments"])
+        and all(isinstance(record.get(name, {}), dict) for name in ("reward_components", "rollout_metrics", "notes"))
+        and all(isinstance(record.get(name), int | None) for name in ("index", "group_index", "row"))
+        and isinstance(record.get("reward"), int | float | None)
+        and isinstance(record.get("prompt", ""), str)
+    )
+
+
+def _is_segment(segment: Any) -> bool:
+    return isinstance(segment, dict) and isinstance(segment.get("tokens"), int) and isinstance(segment.get("text"), str)
 
 
 def _shown(record: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +116,7 @@ def _shown(record: dict[str, Any]) -> dict[str, Any]:
         "right": _is_one(components.get("exact_match")),
         "valid": _is_one(components.get("valid_format")),
         "searches": counts.get("searches"),
-        "tokens": sum(segment.get("tokens", 0) for segment in record["segments"] if isinstance(segment, dict)),
+        "tokens": sum(segment["tokens"] for segment in record["segments"]),
         "status": record.get("status"),
         "stop_reason": record.get("stop_reason"),
         "answer": None if notes.get("answer") is None else str(notes["answer"])[:SHOWN_CHARACTERS],
@@ -170,8 +187,15 @@ def _keys(file: TrajectoryFile) -> list[tuple[Any, ...]]:
     indices: dict[tuple[Any, Any], list[Any]] = {}
     for entry in file.entries:
         indices.setdefault(entry.question, []).append(entry.shown["index"])
-    places = {question: {index: place for place, index in enumerate(sorted(of))} for question, of in indices.items()}
+    places = {
+        question: {index: place for place, index in enumerate(sorted(of, key=_none_first))}
+        for question, of in indices.items()
+    }
     return [(*entry.question, places[entry.question][entry.shown["index"]]) for entry in file.entries]
+
+
+def _none_first(index: int | None) -> tuple[bool, int]:
+    return index is not None, index or 0
 
 
 def _text_of(line: bytes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,27 @@ def test_a_file_is_read_again_when_it_changed_and_a_torn_line_is_counted(run: Ru
     path.write_bytes(whole[:-300])
     page = run.page(STEP, Query(), 0)
     assert (page["total"], page["broken"]) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"segments": [1]},
+        {"segments": [{"source": "model", "tokens": "three", "text": ""}]},
+        {"notes": None},
+        {"reward_components": [1]},
+        {"reward": "high"},
+        {"index": "first"},
+        {"prompt": 5},
+    ],
+)
+def test_a_record_of_another_shape_is_counted_and_the_others_are_shown(run: Run, other: dict[str, object]) -> None:
+    path = run.folder / "trajectories" / STEP
+    whole = path.read_text()
+    path.write_text(json.dumps(json.loads(whole.partition("\n")[0]) | other) + "\n" + whole)
+    page = run.page(STEP, Query(text="e", compare=run.file(STEP)), 0)
+    assert (page["of"], page["broken"]) == (5, 1)
+    assert run.trajectory(STEP, 0)["record"]["index"] == 0
 
 
 def test_metrics_of_runs_that_are_not_whole(run: Run, tmp_path: Path) -> None:
