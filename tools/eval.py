@@ -53,6 +53,7 @@ from tools.evaluation.answers import AnswerFile, settings_file
 from tools.evaluation.models import find_model
 from tools.evaluation.settings import digest_of, evaluation_settings
 from tools.evaluation.summary import print_whole, summarize, table
+from tools.evaluation.training import other_settings
 from tools.servers import OF_THE_TRAINER, engine_troubles, one_line, retrieval_server, running_engines
 
 LINE_SECONDS = 30.0
@@ -203,7 +204,8 @@ def prepare(args: EvaluatedArgs) -> Plan:
     rows = {name: load_rows(path, args, tokenizer, evaluation=True) for name, path in args.eval_sets.items()}
     if args.limit is not None:
         rows = {name: some_of(found, args.limit) for name, found in rows.items()}
-    for warning in (*bare_questions(args, rows), *unwinnable_rows(args, modules)):
+    other = other_settings(args, folder)
+    for warning in (*bare_questions(args, rows), *unwinnable_rows(args, modules), *([other] if other else [])):
         sys.stderr.write(f"warning: {warning}\n")
     return Plan(args, tokenizer, vocab_size, rows, evaluation_settings(args, model, rows, corpus_of(args)))
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from sleuth.arguments import parse_args
 from sleuth.data import PromptRow
@@ -20,6 +23,7 @@ from sleuth.metrics.trajectories import read_trajectories
 from tests.tools.evaluation import hooks
 from tools.eval import EvaluatedArgs, main, some_of
 from tools.evaluation.models import find_model
+from tools.evaluation.training import NAMES, other_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, DATA = str(ROOT / "data/demo/model"), str(ROOT / "data/demo/test.parquet")
@@ -202,6 +206,34 @@ def test_a_checkpoint_names_the_model_it_was_trained_from(folder: Path) -> None:
     (checkpoint / "config.yaml").write_text(f"hf_checkpoint: {MODEL}\n")
     assert find_model("save", None) == (MODEL, Path("save"))
     assert find_model("save/iter_0000002", "other") == ("other", Path("save/iter_0000002"))
+
+
+def test_other_settings_than_in_training_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = folder / "run/hf"
+    shutil.copytree(MODEL, model)
+    assert main([*FLAGS, "--model", str(model), "--output", "a.jsonl"]) == 0
+    assert "trained with other settings" not in capsys.readouterr().err  # nothing is known of its training
+    known = f"hf_checkpoint: {MODEL}\ncustom_generate_function_path: {HOOKS}.generate\nrollout_max_context_len: "
+    (folder / "run/config.yaml").write_text(known + "512\n")
+    assert main([*FLAGS, "--model", str(model), "--output", "b.jsonl"]) == 0
+    said = capsys.readouterr().err
+    assert "other settings than it is evaluated with: rollout_max_context_len: 512, now " in said
+    assert f"--custom-config-path {model.parent / 'config.yaml'} takes those" in said
+    assert main([*FLAGS, "--model", str(model), "--output", "c.jsonl", "--rollout-max-context-len", "512"]) == 0
+    assert "trained with other settings" not in capsys.readouterr().err
+
+
+def test_of_a_hooks_settings_those_count_that_the_model_sees(folder: Path) -> None:
+    def settings(topk: int) -> Any:
+        section = {"topk": topk, "search_timeout": 5.0, "local": {"search_url": f"http://127.0.0.1:{topk}/retrieve"}}
+        return SimpleNamespace(load=None, custom_config={"search_r1": section}, **dict.fromkeys(NAMES))
+
+    section = {"topk": 1, "search_timeout": 60.0, "local": {"search_url": "http://127.0.0.1:9/retrieve"}}
+    (folder / "config.yaml").write_text(yaml.safe_dump({"hf_checkpoint": MODEL, "search_r1": section}))
+    assert other_settings(settings(1), "hf") is None
+    assert "search_r1.topk: 1, now 3; --custom-config-path config.yaml" in (other_settings(settings(3), "hf") or "")
+    (folder / "config.yaml").write_text("{a: [")
+    assert other_settings(settings(3), "hf") is None
 
 
 def test_a_model_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
