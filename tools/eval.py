@@ -191,6 +191,11 @@ def prepare(args: EvaluatedArgs) -> Plan:
         raise ValueError("expected --corpus, which starts a retrieval server, or --search-url, found both; drop one")
     if args.output.suffix != ".jsonl":
         raise ValueError(f"--output: expected a name that ends in .jsonl, found {args.output}; rename it")
+    for url in args.engine_url or ():
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"--engine-url: expected an address such as http://127.0.0.1:30000, found {url}; correct it"
+            )
     model = args.model or str(args.load or args.hf_checkpoint)
     hf_checkpoint = None if args.hf_checkpoint == args.model else args.hf_checkpoint
     folder, load = find_model(model, hf_checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -166,5 +167,44 @@ def test_what_is_no_evaluation_is_told(folder: Path, capsys: pytest.CaptureFixtu
     ):
         with pytest.raises(SystemExit) as end:
             main(files)
+        assert end.value.code == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_torn_last_line_is_left_out_and_a_record_of_another_shape_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, other = written("a", [[1], [0], [1]]), written("b", [[0], [0], [1]], finished=False)
+    whole = other.read_text()
+    other.write_text(whole[:-40])
+    assert main([str(good), str(other)]) == 0
+    assert "2 questions (1 that not all have are left out)" in capsys.readouterr().out
+    first = json.loads(whole.partition("\n")[0])
+    for broken in ({"segments": [1]}, {"status": "new"}, {"rollout_metrics": None}, {"temperature": None}):
+        other.write_text(json.dumps(first | broken) + "\n" + whole)
+        with pytest.raises(SystemExit):
+            main([str(good), str(other)])
+        assert "expected an answer of tools/eval.py in line 1 of b.jsonl" in " ".join(capsys.readouterr().err.split())
+    other.write_text(whole)
+    for settings, message in (
+        ([], "found another file; name another"),
+        ({"data": {}}, "differ in more than the model"),
+    ):
+        Path("b.json").write_text(json.dumps({"format": 1, "settings": settings}))
+        with pytest.raises(SystemExit):
+            main([str(good), str(other)])
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_picture_or_a_list_that_cannot_be_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(written("a", [[1], [0]])), str(written("b", [[0], [1]]))]
+    for flags, message in (
+        (["--png", "a.jsonl/x.png"], "expected the name of a PNG that can be written"),
+        (["--changes", "a.jsonl/x.md"], "a.jsonl"),
+        (["--list", "-1"], "--list: expected 0 or more"),
+        (["--labels", "a", "a", "b"], "--labels: expected 2 different ones"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main([*files, *flags])
         assert end.value.code == 2
         assert message in " ".join(capsys.readouterr().err.split())

@@ -167,6 +167,12 @@ def test_the_answers_of_another_evaluation_are_refused(capsys: pytest.CaptureFix
         (["--eval-prompt-data", "demo"], "expected pairs NAME PATH"),
         (["--corpus", "nowhere.jsonl"], "--corpus: expected a .jsonl or .jsonl.gz file, found none at nowhere.jsonl"),
         (["--custom-rm-path", "nowhere.reward"], "looked for module nowhere in"),
+        (
+            ["--engine-url", "localhost:30000"],
+            "--engine-url: expected an address such as http://127.0.0.1:30000, found",
+        ),
+        (["--output", "empty.jsonl"], "--output: expected a file that can be written, found empty.jsonl"),
+        (["--output", "rows/a.jsonl"], "--output: expected a file that can be written, found rows/a.jsonl"),
         (["--label-key", "target"], "expected a column 'target' (--eval-label-key)"),
     ],
 )
@@ -174,6 +180,8 @@ def test_wrong_input_is_told_in_a_line_and_nothing_is_written(
     folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     (folder / "empty").mkdir()
+    (folder / "empty.jsonl").mkdir()
+    (folder / "rows").write_text("")
     pq.write_table(pq.read_table(DATA).slice(0, 0), folder / "zero.parquet")
     assert main([*FLAGS, "--output", "a.jsonl", *flags]) == 2
     error = capsys.readouterr().err

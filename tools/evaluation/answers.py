@@ -21,7 +21,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from sleuth.arguments.table import flattened
-from sleuth.metrics.trajectories import read_trajectories, trajectory_record
+from sleuth.metrics.trajectories import read_record, trajectory_record
 from sleuth.rollout.hook_runner import UNUSABLE
 from sleuth.sample import Sample, SampleStatus, Segment, TokenTrace, check_reason
 from sleuth.secrets import without_known
@@ -51,7 +51,7 @@ class Evaluation:
     def read(cls, path: Path) -> Evaluation:
         """ValueError, or OSError, for a file that tools/eval.py did not write."""
         described = read_settings(path)
-        return cls(path, described["settings"], described.get("results", {}), read_trajectories(path))
+        return cls(path, described["settings"], described.get("results", {}), read_answers(path))
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -65,9 +65,33 @@ def read_settings(path: Path) -> dict[str, Any]:
             f"expected answers of tools/eval.py, which has its settings in {beside}, found none there ({reason}); name "
             "another file"
         ) from None
-    if not isinstance(described, dict) or described.get("format") != FORMAT or "settings" not in described:
+    if not isinstance(described, dict) or described.get("format") != FORMAT or not _is_whole(described):
         raise ValueError(f"expected the settings of tools/eval.py in {beside}, found another file; name another")
     return described
+
+
+def _is_whole(described: Mapping[str, Any]) -> bool:
+    return all(isinstance(found, dict) for found in (described.get("settings"), described.get("results", {})))
+
+
+def read_answers(path: Path) -> list[dict[str, Any]]:
+    """The trajectories of a file of answers, without a last line that a kill tore. ValueError for any other line."""
+    records = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            record = read_record(line.decode(errors="replace"), f"line {number} of {path}", path.name)
+            try:
+                sample_of(record)
+                str(record["set"]), float(record["temperature"])
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
+                raise ValueError(
+                    f"expected an answer of tools/eval.py in line {number} of {path}, found a record of another shape "
+                    f"({type(error).__name__}: {error}); remove the line, or name another file"
+                ) from None
+            records.append(record)
+    return records
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -95,10 +119,15 @@ class AnswerFile:
         self.failed: list[tuple[str, float, Sample]] = []
         """Set, temperature and sample of each trajectory that failed and was generated anew."""
         self.on_record: Callable[[], None] = lambda: None
-        if path.exists() and whole_length(path):
+        if path.is_file() and whole_length(path):
             self._check_settings()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
+        except OSError as error:
+            raise ValueError(
+                f"--output: expected a file that can be written, found {path} ({error}); name another"
+            ) from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -170,7 +199,7 @@ class AnswerFile:
         whole = whole_length(self.path)
         if whole < self.path.stat().st_size:
             os.truncate(self.path, whole)
-        for record in read_trajectories(self.path):
+        for record in read_answers(self.path):
             if record["status"] in UNUSABLE:
                 self.failed.append((record["set"], record["temperature"], sample_of(record)))
                 continue

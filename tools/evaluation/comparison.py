@@ -78,9 +78,9 @@ def check_comparable(first: Evaluation, second: Evaluation, allowed: Collection[
     """ValueError, with what differs and the remedy, unless only models, and what is `allowed`, differ."""
     for kind, groups in KINDS.items():
         changed = [
-            line for group in groups for line in differences(*({group: e.settings[group]} for e in (first, second)))
+            line for group in groups for line in differences(*({group: e.settings.get(group)} for e in (first, second)))
         ]
-        if kind == "prompts" and first.settings["data"] != second.settings["data"]:
+        if kind == "prompts" and first.settings.get("data") != second.settings.get("data"):
             changed = [line for line in changed if not line.startswith("prompts.texts.")]  # told as data
         if changed and kind not in allowed:
             more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
