@@ -399,6 +399,9 @@ def test_an_evaluation_alone_needs_no_training_data():
     ):
         with pytest.raises(ArgumentsError, match=message):
             parse_args([*base, "--prompt-data", "p.jsonl", *flags])
+    with pytest.raises(ArgumentsError, match=r"--eval-only needs evaluation sets; add") as error:
+        parse_args(base)
+    assert "--prompt-data is required" not in str(error.value)
 
 
 def test_names_of_related_systems_lead_to_flags_that_there_are():

@@ -23,8 +23,8 @@ class Args(AllFlags):
         """With --eval-only, --prompt-data may be left out: the first evaluation set stands in for it."""
         if isinstance(values, dict) and values.get("eval_only") in (True, "true", "True"):
             pairs = values.get("eval_prompt_data") or []
-            if "prompt_data" not in values and len(pairs) > 1:
-                return {**values, "prompt_data": pairs[1]}
+            if "prompt_data" not in values:
+                return {**values, "prompt_data": pairs[1] if len(pairs) > 1 else "none"}
         return values
 
     @model_validator(mode="after")
