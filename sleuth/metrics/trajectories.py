@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -201,7 +201,32 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
             f"expected a trajectory in {where}, found one without {', '.join(missing)}; name a file of "
             "trajectories/ in a run's folder"
         )
+    if (wrong := misshapen(record)) is not None:
+        raise ValueError(
+            f"expected a trajectory in {where}, found {wrong} of another shape: {str(record[wrong])[:80]!r}; remove the "
+            "line"
+        )
     return dict(record)
+
+
+def misshapen(record: Mapping[str, Any]) -> str | None:
+    """The first field of a record that has not the type of a trajectory's, if any: what is absent is not looked at."""
+    checks: dict[str, bool] = {
+        "segments": isinstance(found := record.get("segments", []), list) and all(map(_is_segment, found)),
+        "prompt": isinstance(record.get("prompt", ""), str),
+        "reward": isinstance(record.get("reward"), int | float | None),
+    }
+    for name in ("reward_components", "rollout_metrics", "notes"):
+        checks[name] = isinstance(record.get(name, {}), dict)
+    for name in ("reward_components", "rollout_metrics"):
+        checks[name] = checks[name] and all(isinstance(v, int | float | None) for v in record.get(name, {}).values())
+    for name in ("index", "group_index", "row"):
+        checks[name] = isinstance(record.get(name), int | None)
+    return next((name for name, fits in checks.items() if not fits), None)
+
+
+def _is_segment(found: Any) -> bool:
+    return isinstance(found, dict) and isinstance(found.get("tokens"), int) and isinstance(found.get("text"), str)
 
 
 def _without_gaps(record: dict[str, Any], file_name: str) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import orjson
 
+from sleuth.metrics.trajectories import misshapen
+
 SHOWN_CHARACTERS = 160
 """Of the prompt's end, in the list."""
 FIRST_NUMBERS = b', "prompt_ids": ['
@@ -85,24 +87,8 @@ def parse_head(line: bytes) -> dict[str, Any] | None:
         record = orjson.loads(line[:end] + b"}" if end > 0 else line)
     except orjson.JSONDecodeError:
         return None
-    return record if _is_trajectory(record) else None
-
-
-def _is_trajectory(record: Any) -> bool:
-    """Whether it has the parts of a trajectory, each of its type: of another file, or edited by hand, it may not."""
-    if not isinstance(record, dict) or not isinstance(record.get("segments"), list):
-        return False
-    return (
-        all(_is_segment(segment) for segment in record["segments"])
-        and all(isinstance(record.get(name, {}), dict) for name in ("reward_components", "rollout_metrics", "notes"))
-        and all(isinstance(record.get(name), int | None) for name in ("index", "group_index", "row"))
-        and isinstance(record.get("reward"), int | float | None)
-        and isinstance(record.get("prompt", ""), str)
-    )
-
-
-def _is_segment(segment: Any) -> bool:
-    return isinstance(segment, dict) and isinstance(segment.get("tokens"), int) and isinstance(segment.get("text"), str)
+    whole = isinstance(record, dict) and "segments" in record and misshapen(record) is None
+    return record if whole else None
 
 
 def _shown(record: dict[str, Any]) -> dict[str, Any]:

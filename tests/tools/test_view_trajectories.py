@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -98,3 +99,25 @@ def test_an_evaluation_and_its_numbers(tmp_path, capsys):
     assert all(
         line in out for line in ("Reward: 1 (exact_match 1)", "Counts: searches 1", "Times in seconds: search 0.5")
     )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"segments": [1]},
+        {"reward_components": None},
+        {"rollout_metrics": {"searches": "two"}},
+        {"notes": None},
+        {"prompt": 5},
+        {"reward": "high"},
+    ],
+)
+def test_a_record_of_another_shape_is_named(run, tmp_path, capsys, other):
+    path = next((run / "trajectories").glob("*.jsonl"))
+    line = path.read_text().partition("\n")[0]
+    (tmp_path / "t.jsonl").write_text(line + "\n" + json.dumps(json.loads(line) | other) + "\n")
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "t.jsonl")])
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"t.jsonl, found {next(iter(other))} of another shape" in said
+    assert "line 2" in said
