@@ -203,8 +203,8 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
         )
     if (wrong := misshapen(record)) is not None:
         raise ValueError(
-            f"expected a trajectory in {where}, found {wrong} of another shape: {str(record[wrong])[:80]!r}; remove the "
-            "line"
+            f"expected a trajectory in {where}, found {wrong} of another shape: {str(record[wrong])[:60]!r}; remove "
+            "the line"
         )
     return dict(record)
 
