@@ -6,6 +6,7 @@ import json
 import unicodedata
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -62,3 +63,17 @@ def characters_a_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     if '"ByteLevel"' not in json.dumps(parts["pre_tokenizer"]) or normalizer != "NFC" or swallows:
         return None
     return max(map(len, tokenizer.get_vocab()))  # written with a letter for each byte, and a character has at least one
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model's folder. ValueError, which names the folder, if it cannot be loaded."""
+    from transformers import AutoTokenizer  # slow to import
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of several libraries, some of them bare
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"--hf-checkpoint: expected a tokenizer in {folder} that can be loaded, found: {reason}; download its "
+            "files (tokenizer.json, tokenizer_config.json, config.json) again"
+        ) from None

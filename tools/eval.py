@@ -29,7 +29,7 @@ import requests
 from pydantic import Field, PositiveInt, model_validator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 if not __package__:  # run as a script: make the project importable
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -49,6 +49,7 @@ from sleuth.rollout.hook_runner import load_hooks
 from sleuth.rollout.loop import GenerationLoop, RolloutError
 from sleuth.sample import Sample
 from sleuth.secrets import redact
+from sleuth.tokens import load_tokenizer
 from tools.evaluation.answers import AnswerFile, settings_file
 from tools.evaluation.models import find_model
 from tools.evaluation.settings import digest_of, evaluation_settings
@@ -204,7 +205,7 @@ def prepare(args: EvaluatedArgs) -> Plan:
     args = with_hook_settings(args, modules)
     check_files(args)
     args = with_model(args)
-    tokenizer, vocab_size = AutoTokenizer.from_pretrained(args.hf_checkpoint), embedding_size(args.hf_checkpoint)
+    tokenizer, vocab_size = load_tokenizer(args.hf_checkpoint), embedding_size(args.hf_checkpoint)
     check_tokenizer(tokenizer, vocab_size)
     rows = {name: load_rows(path, args, tokenizer, evaluation=True) for name, path in args.eval_sets.items()}
     if args.limit is not None:

@@ -29,7 +29,7 @@ import yaml
 from pydantic import Field, PositiveInt
 from rich.console import Console
 from rich.text import Text
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 if not __package__:  # run as a script: make the project importable
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -56,6 +56,7 @@ from sleuth.rollout.loop import fresh_sample, rollout_parameters
 from sleuth.rollout.user_code import user_traceback
 from sleuth.sample import Sample, SampleStatus
 from sleuth.secrets import redact
+from sleuth.tokens import load_tokenizer
 from tools.servers import OF_THE_TRAINER, one_line, running_engines
 from tools.view_trajectories import render
 
@@ -140,7 +141,7 @@ def prepare(args: TryArgs) -> Trial:
     args = with_hook_settings(args, modules)
     check_files(args)
     args = with_model(args)
-    tokenizer, vocab_size = AutoTokenizer.from_pretrained(args.hf_checkpoint), embedding_size(args.hf_checkpoint)
+    tokenizer, vocab_size = load_tokenizer(args.hf_checkpoint), embedding_size(args.hf_checkpoint)
     check_tokenizer(tokenizer, vocab_size)
     scripts = read_scripts(args.scripted, args.rows) if args.scripted else None
     rows = read_rows(args, tokenizer, len(scripts) if scripts else args.rows or ROWS)

@@ -167,13 +167,12 @@ def check_data(args: Args) -> dict[str, list[PromptRow]]:
 
     Raises ValueError or OSError if tokenizer, prompts or labels do not fit.
     """
-    from transformers import AutoTokenizer
-
     from sleuth.arguments import check_tokenizer
     from sleuth.data import check_rows, check_sft_rows
     from sleuth.rollout.engine_client import embedding_size
+    from sleuth.tokens import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
+    tokenizer = load_tokenizer(args.hf_checkpoint)
     check_tokenizer(tokenizer, embedding_size(args.hf_checkpoint))
     if args.loss_type == "sft":
         check_sft_rows(args.prompt_data, tokenizer)

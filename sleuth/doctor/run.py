@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from sleuth.arguments import Args, check_files, check_tokenizer, read_hf_config
 from sleuth.arguments.files_check import data_problems
@@ -35,7 +35,7 @@ from sleuth.hooks import describe_hooks, hook_modules
 from sleuth.labels import as_text
 from sleuth.rollout.engine_client import embedding_size
 from sleuth.sample import shortened
-from sleuth.tokens import decode, encode
+from sleuth.tokens import decode, encode, load_tokenizer
 
 EXAMPLES = 3
 LONGEST_EXAMPLE = 2000
@@ -49,6 +49,7 @@ class RunChecks:
     def __init__(self, args: Args) -> None:
         self.args = args
         self._fits = False
+        self._no_tokenizer = False
         self._rows: dict[str, list[PromptRow]] = {}
 
     def checks(self) -> list[tuple[str, Check]]:
@@ -242,7 +243,15 @@ class RunChecks:
             yield ok("search", f"a test question was answered in {time.perf_counter() - start:.2f} s")
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
-        return AutoTokenizer.from_pretrained(self._folder())
+        """The tokenizer; ValueError, with the reason at the first call alone, if there is none that can be loaded."""
+        if self._no_tokenizer:
+            raise ValueError("not looked at, since the tokenizer cannot be loaded")
+        folder = self._folder()
+        try:
+            return load_tokenizer(folder)
+        except ValueError:
+            self._no_tokenizer = True
+            raise
 
     def _folder(self) -> Path:
         """The model's folder; ValueError if there is none: the libraries would ask the hub for it, again and again."""

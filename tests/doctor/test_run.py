@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,14 @@ def test_without_a_needed_flag_only_the_machine_is_looked_at(capsys: pytest.Capt
     assert "--hf-checkpoint is required" in out
     assert "  The run is looked at when they are right." in out
     assert out.splitlines()[-1] == "1 ok, 0 note, 1 wrong"
+
+
+def test_a_damaged_tokenizer_is_told_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = Path(FLAGS[FLAGS.index("--hf-checkpoint") + 1])
+    for file in source.iterdir():
+        shutil.copy(file, folder)
+    (folder / "tokenizer.json").write_text("{")
+    assert main([*FLAGS, "--hf-checkpoint", str(folder)]) == 1
+    out = capsys.readouterr().out
+    assert out.count(f"expected a tokenizer in {folder} that can be loaded") == 1
+    assert "wrong  data: not looked at, since the tokenizer cannot be loaded" in out
