@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sleuth.arguments import ModelArgs, check_model_flags, read_config
-from sleuth.checkpoints import TRACKER
+from sleuth.checkpoints import TRACKER, checkpoint_folder, publish, tidy, unfinished_folder
 from sleuth.megatron import parallel, probe
 from sleuth.megatron.checkpoint import Checkpoints, existing_checkpoint
 from sleuth.megatron.finite import not_finite
@@ -84,23 +84,21 @@ def hf_to_torch_dist(
         model = _described(shape, dtype)
         weights = WeightMap(model, shape)
         weights.check(source.describe)
+        staging = unfinished_folder(save, 0)  # until it is checked, nobody may take it for a checkpoint
+        tidy(save)
         try:
-            found = Checkpoints(model, None, StreamedSave(model, weights.values(read))).save(save, 0, {})
-        except OSError:
-            _remove_if_empty(save)
-            if not refused:
-                raise
-        if refused:  # a save takes every error for one of the disk
-            raise refused[0]
-        try:
+            made = Checkpoints(model, None, StreamedSave(model, weights.values(read))).save(staging, 0, {})
             if check:
-                _check_equal(model, hf_checkpoint, found)
-        except BaseException:
-            (save / TRACKER).unlink()
-            shutil.rmtree(found)
-            _remove_if_empty(save)
+                _check_equal(model, hf_checkpoint, made)
+            publish(made, save, 0)
+        except OSError:
+            if refused:  # a save takes every error for one of the disk
+                raise refused[0] from None
             raise
-    return found
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+            _remove_if_empty(save)
+        return checkpoint_folder(save, 0)
 
 
 def torch_dist_to_hf(

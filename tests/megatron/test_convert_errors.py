@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import sleuth.megatron  # noqa: F401  (before megatron)
 from sleuth.arguments import ModelArgs
-from sleuth.megatron import probe, weights
+from sleuth.checkpoints import find_checkpoint
+from sleuth.megatron import convert, probe, weights
 from sleuth.megatron.convert import hf_to_torch_dist, torch_dist_to_hf
 from sleuth.megatron.model import ModelShape
 from tests.tiny_models import make_tiny_model
@@ -41,6 +43,18 @@ def test_a_conversion_that_went_wrong_leaves_nothing(tmp_path: Path, monkeypatch
     with pytest.raises(ValueError, match="a logit differs"):
         torch_dist_to_hf(tmp_path / "right", model, tmp_path / "back")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dist", "model", "right"]
+
+
+def test_a_kill_during_the_check_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    killed = tmp_path / "killed"
+    with monkeypatch.context() as patch:
+        # What the disk holds while logits are compared is what a kill leaves at that moment.
+        patch.setattr(convert, "_check_equal", lambda *_: shutil.copytree(tmp_path / "dist", killed))
+        hf_to_torch_dist(model, tmp_path / "dist")
+    assert find_checkpoint(killed) is None
+    assert hf_to_torch_dist(model, killed) == find_checkpoint(killed)
+    assert sorted(path.name for path in killed.iterdir()) == ["iter_0000000", "latest_checkpointed_iteration.txt"]
 
 
 def test_a_weight_that_is_refused_is_no_trouble_of_the_disk(tmp_path: Path) -> None:
