@@ -249,10 +249,12 @@ class Checkpoints:
         needed = ranks * sum(p.numel() * (p.element_size() + per_value) for c in self.chunks for p in c.parameters())
         free = shutil.disk_usage(folder).free
         if free < needed:
+            # A conversion, which has no optimizer, keeps no others.
+            other = "" if self.optimizer is None else ", or keep fewer checkpoints (--save-keep)"
             raise OSError(
                 errno.ENOSPC,
-                f"the checkpoint needs about {needed / 1e9:.3f} GB, {folder} has {free / 1e9:.3f} GB free; make room, "
-                "or keep fewer checkpoints (--save-keep)",
+                f"the checkpoint needs about {needed / 1e9:.3f} GB, {folder} has {free / 1e9:.3f} GB free; make room"
+                f"{other}",
             )
 
     @staticmethod
