@@ -152,7 +152,8 @@ class RolloutManager:
         for count in counts:
             sent, cached = sent + count.prompt_tokens, cached + count.cached_tokens
             add_searches(count.searches)
-        return mean_metrics([count.metrics for count in counts]) | drain_step_metrics(), cached / max(1, sent)
+        # Where workers have a metric, too, theirs counts: no trajectory ran here.
+        return drain_step_metrics() | mean_metrics([count.metrics for count in counts]), cached / max(1, sent)
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         with use_rollout_context(RolloutContext(self.engine, self.tokenizer, self.vocab_size)):

@@ -6,6 +6,7 @@ Samples travel as bytes, packed here and by the manager: that is cheaper than wh
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import pickle
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -17,10 +18,10 @@ from transformers import AutoTokenizer
 from sleuth.arguments import Args
 from sleuth.hooks import RolloutContext, drain_step_metrics, use_rollout_context
 from sleuth.rollout.engine_client import EngineClient, embedding_size
-from sleuth.rollout.hook_runner import HookRunner, load_hooks
+from sleuth.rollout.hook_runner import HookRunner, load_hooks, told
 from sleuth.rollout.journal import journal_entry, plain_notes
 from sleuth.rollout.journal_settings import has_journal
-from sleuth.rollout.loop import Workers, portable
+from sleuth.rollout.loop import RolloutError, Workers, portable
 from sleuth.sample import Sample
 from sleuth.search.service import Searches, take_searches
 
@@ -147,7 +148,10 @@ class TrajectoryWorker:
             return _packed(done, entry)
         except Exception:  # what a hook notes for logs may be anything
             done.notes = plain_notes(done.notes)
+        try:
             return _packed(done, entry)
+        except Exception as error:
+            raise RolloutError(_why_it_stays(done, error)) from None
 
     def take_counts(self) -> Counts:
         searches = take_searches()  # before the step's metrics, which would make rates of them
@@ -163,6 +167,24 @@ def unpacked(answer: bytes) -> tuple[Sample, bytes | None]:
     """The finished sample, and its entry in the journal if the run has one."""
     found: tuple[Sample, bytes | None] = pickle.loads(answer)
     return found
+
+
+def _why_it_stays(sample: Sample, error: Exception) -> str:
+    """A message about a finished sample that cannot be pickled."""
+    fields = [item.name for item in dataclasses.fields(sample) if not _can_be_pickled(getattr(sample, item.name))]
+    return (
+        f"expected sample {sample.index} ({sample.where}) as one that can be pickled, since --rollout-workers runs its "
+        f"hooks in another process; found {told(error)} (in its {', '.join(fields)}); keep such objects out of it "
+        "(sample.report takes any), or use --rollout-workers 1"
+    )
+
+
+def _can_be_pickled(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever the object raises
+        return False
+    return True
 
 
 def _packed(sample: Sample, entry: bytes | None) -> bytes:

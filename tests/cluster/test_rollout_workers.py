@@ -48,10 +48,13 @@ async def search(query: str) -> list[str]:
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """One turn and one search; what it notes says in which process, and cannot be pickled."""
+    calls.append(sample.index)
     if (Path(args.run_dir) / "stop").exists():
         raise CannotTravel("the service is gone", "for good")
     if (Path(args.run_dir) / "fail").exists():
         raise ValueError(f"no luck with {sample.index}")
+    if (Path(args.run_dir) / "stays").exists():
+        sample.metadata["lock"] = threading.Lock()
     generation = await rollout_context().engine.generate(sample.trace.token_ids, sampling_params)
     sample.trace.append_model(generation.ids, generation.log_probs)
     await shared_service("test", lambda: SearchService(search, concurrency=8)).search(str(sample.index))
@@ -63,9 +66,14 @@ async def reward(args: Any, sample: Sample, **kwargs: Any) -> float:
     return float(sample.index)
 
 
+calls: list[int] = []
+
+
 @step_metrics
 def hook_metrics() -> dict[str, float]:
-    return {"hook/constant": 3.0}
+    counted = len(calls)
+    calls.clear()
+    return {"hook/constant": 3.0, "hook/calls": float(counted)}
 
 
 @pytest.fixture(scope="module")
@@ -137,12 +145,13 @@ def test_several_processes_make_what_one_makes(session: None, engines: list[str]
     one = reference.generate(1)
 
     assert many.shards == one.shards  # tokens, masks, log-probabilities, advantages, and their order
-    timed = ("perf/", "search/latency", "rollout/pid", "rollout/places")
+    timed = ("perf/", "search/latency", "rollout/pid", "rollout/places", "hook/calls")
     untimed = [{k: v for k, v in data.metrics.items() if not k.startswith(timed)} for data in (many, one)]
     assert untimed[0] == untimed[1]
     assert many.metrics["search/calls"] == 12  # of all processes together
     assert many.metrics["search/latency_max"] > 0
     assert many.metrics["hook/constant"] == 3.0  # the mean, not the sum
+    assert many.metrics["hook/calls"] == 12 / WORKERS  # of the workers, and not the 0 of the manager's process
     assert many.metrics["rollout/places"] == 256 // WORKERS
     assert evaluation["eval/some/greedy/questions"] == 5
     assert evaluation["eval/some/greedy/search/calls"] == 5
@@ -209,6 +218,10 @@ def test_errors_of_hooks_arrive_as_they_are(session: None, engines: list[str], t
     with pytest.raises(RolloutError, match=r"hook_error: generate hook .*ValueError: no luck with \d+"):
         manager.generate(1)
     (args.run_dir / "fail").unlink()
+    (args.run_dir / "stays").touch()
+    with pytest.raises(RolloutError, match=r"cannot pickle '_thread.lock'.*in its metadata.*--rollout-workers 1"):
+        manager.generate(1)
+    (args.run_dir / "stays").unlink()
     (args.run_dir / "stop").touch()
     with pytest.raises(RuntimeError, match="the service is gone"):
         manager.generate(1)
