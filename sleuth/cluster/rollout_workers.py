@@ -170,8 +170,15 @@ class RolloutWorkers:
         return _Worker(remote(WorkerActor).options(**options).remote(self.args, self.run_dir, index, engine_key()))
 
     def wait_until_loaded(self) -> list[ProcessName]:
-        """Wait for the hooks in all of them; returns their processes."""
-        processes: list[ProcessName] = ray.get(self._loading)
+        """Wait for the hooks in all of them; returns their processes. RolloutWorkerDiedError if one ends meanwhile."""
+        try:
+            processes: list[ProcessName] = ray.get(self._loading)
+        except ray.exceptions.RayActorError as error:
+            logs = self.run_dir / "logs" / "rollout_worker_*.log"
+            raise RolloutWorkerDiedError(
+                f"a rollout worker ended while it loaded the hooks: killed, or out of memory (its log: {logs}); start "
+                "again, or lower --rollout-workers"
+            ) from error
         return processes
 
     def connect(self, urls: Sequence[str], router_url: str | None) -> None:
@@ -196,9 +203,8 @@ class RolloutWorkers:
                 self.memory |= memory
         if late:
             logger.warning(
-                "%d rollout workers did not answer for %g s; the step's search/ metrics lack theirs",
-                len(late),
-                ANSWER_SECONDS,
+                "%d rollout workers did not answer for %g s: the step's metrics lack what they counted",
+                *(len(late), ANSWER_SECONDS),
             )
         return found
 

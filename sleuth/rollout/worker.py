@@ -136,6 +136,8 @@ class TrajectoryWorker:
             answer: bytes | Exception = await self._run(task)
         except Exception as error:
             answer = portable(error)
+        except (KeyboardInterrupt, SystemExit) as error:  # of a hook that wants an end: the manager waits for an answer
+            answer = RolloutError(told(error))
         self._answers.append((number, answer))
         self._answered.set()
 
@@ -164,8 +166,14 @@ def packed_task(sample: Sample, params: dict[str, Any], evaluation: bool) -> byt
 
 
 def unpacked(answer: bytes) -> tuple[Sample, bytes | None]:
-    """The finished sample, and its entry in the journal if the run has one."""
-    found: tuple[Sample, bytes | None] = pickle.loads(answer)
+    """The finished sample, and its entry in the journal if the run has one; RolloutError if it cannot be read."""
+    try:
+        found: tuple[Sample, bytes | None] = pickle.loads(answer)
+    except Exception as error:  # whatever an object of a hook raises
+        raise RolloutError(
+            f"expected a finished sample from a rollout worker, found one that cannot be unpickled ({told(error)}); "
+            "keep objects of your own out of it, or use --rollout-workers 1"
+        ) from None
     return found
 
 

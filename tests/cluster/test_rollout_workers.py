@@ -53,6 +53,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         raise CannotTravel("the service is gone", "for good")
     if (Path(args.run_dir) / "fail").exists():
         raise ValueError(f"no luck with {sample.index}")
+    if (Path(args.run_dir) / "leave").exists():
+        raise KeyboardInterrupt
     if (Path(args.run_dir) / "stays").exists():
         sample.metadata["lock"] = threading.Lock()
     generation = await rollout_context().engine.generate(sample.trace.token_ids, sampling_params)
@@ -222,6 +224,10 @@ def test_errors_of_hooks_arrive_as_they_are(session: None, engines: list[str], t
     with pytest.raises(RolloutError, match=r"cannot pickle '_thread.lock'.*in its metadata.*--rollout-workers 1"):
         manager.generate(1)
     (args.run_dir / "stays").unlink()
+    (args.run_dir / "leave").touch()
+    with pytest.raises(RolloutError, match="KeyboardInterrupt"):
+        manager.generate(1)
+    (args.run_dir / "leave").unlink()
     (args.run_dir / "stop").touch()
     with pytest.raises(RuntimeError, match="the service is gone"):
         manager.generate(1)
