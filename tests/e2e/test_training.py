@@ -170,10 +170,12 @@ def test_a_retrieval_server_that_goes_down_stops_the_run(tmp_path, flags):
         "search_r1: {local: {search_url: 'http://127.0.0.1:9/retrieve'}, topk: 1, max_turns: 2,"
         " max_observation_tokens: 48, search_retries: 1, search_timeout: 2}\n"
     )
-    code, output = run_training([*flags, "--no-search-check"])
+    # The model does not always search: with the usual rate a step may get by.
+    code, output = run_training([*flags, "--no-search-check", "--max-failure-rate", "0.02"])
     assert code != 0
-    assert "127.0.0.1:9" in output
-    assert "search" in output.splitlines()[-2]
+    (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "127.0.0.1:9" in error
+    assert "search" in error
     assert processes_of(tmp_path / "run") == []
 
 
